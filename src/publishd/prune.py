@@ -1,0 +1,170 @@
+"""Removing all but the latest publications, and the saves they named, so that it can be killed at any instant.
+
+Each victim's entry moves from `pub/` to `prune/`, which withdraws it and records the intent at once. A listing made
+after that shows whether anything published since protects the save: a publisher that is slower finds the record and
+takes its entry back. Then the save goes, completion markers first; then whatever entries name it by now; then the
+record. What a killed prune left in `prune/` the next one finishes in the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from publishd.errors import InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError
+from publishd.frameworks import FRAMEWORKS
+from publishd.publications import Publication, Saves, present, published, read
+from publishd.stores import PRUNE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from publishd.stores import Store
+
+    Note = Callable[[str, str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a prune will do; publications are in order, latest last."""
+
+    kept: tuple[Publication, ...]
+    victims: tuple[Publication, ...]
+    gone: tuple[Publication, ...]
+    """Those whose save is gone; they count for nothing."""
+
+
+def plan(publications: Sequence[Publication], there: Collection[Publication], keep: int) -> Plan:
+    """Pure: of publications in order, latest last, all older than the `keep` latest ones whose save is there are victims.
+
+    Where fewer are there, none is. One that is gone but later than the last kept stays, so that resolve goes on
+    naming it.
+    """
+    counted = [index for index, publication in enumerate(publications) if publication in there]
+    cut = counted[-keep] if len(counted) >= keep else 0
+    gone = tuple(publication for publication in publications if publication not in there)
+    return Plan(tuple(publications[cut:]), tuple(publications[:cut]), gone)
+
+
+async def propose(store: Store, keep: int, note: Note) -> Plan:
+    """The plan for the root as it is now. Raises StoreError or InvalidEntry at any doubt."""
+    publications = await published(store)
+    wanted = plan(publications, await present(store, publications), keep)
+    for publication in wanted.gone:
+        note("not counted", f"{store.root}/{publication.path}", "it was published, but it is gone")
+    return wanted
+
+
+@dataclass(slots=True)
+class Result:
+    """What a prune did, and what it could not do."""
+
+    removed: list[Publication] = field(default_factory=list)
+    """Publications whose withdrawal is complete, those that earlier prunes had begun first."""
+    failed: list[PublishdError] = field(default_factory=list)
+
+
+async def prune(store: Store, keep: int, note: Note) -> Result:
+    """Remove all but the `keep` latest publications and the saves they named, and finish what earlier prunes left.
+
+    `note(what, which, cause)` is told of what is odd but no failure. Raises as `propose` does, with nothing removed;
+    later failures are collected: one save that can't be deleted does not keep the others.
+    """
+    wanted = await propose(store, keep, note)
+    records, junk = await read(store, PRUNE)
+    for error in junk:
+        note(error.what, error.which, error.cause)
+    pruning = _Pruning(store, wanted, note)
+    try:
+        await pruning.finish(await pruning.unless_kept(records))
+        await pruning.finish(await pruning.withdraw())
+    except (InvalidEntry, StoreError) as error:
+        pruning.result.failed.append(error)
+    return pruning.result
+
+
+class _Pruning:
+    """One run over a plan."""
+
+    def __init__(self, store: Store, wanted: Plan, note: Note) -> None:
+        self._store, self._note = store, note
+        self._kept, self._victims = frozenset(wanted.kept), wanted.victims
+        self.result = Result()
+
+    async def unless_kept(self, records: Iterable[Publication]) -> list[Publication]:
+        """The records to finish: one whose entry is among the latest again is dropped."""
+        unfinished = []
+        for record in records:
+            if record in self._kept:
+                await self._store.delete(record.record)
+            else:
+                unfinished.append(record)
+        return unfinished
+
+    async def withdraw(self) -> list[Publication]:
+        """Move the victims' entries to records, and return those that were moved."""
+        withdrawn = []
+        for victim in self._victims:
+            try:
+                await self._store.move(victim.key, victim.record)
+                withdrawn.append(victim)
+            except NotFound:
+                pass  # another prune was faster, and finishes it
+            except NoSpace:
+                # No record can be made, so nothing may come between the entry and its save, which frees space.
+                await self._store.delete(victim.key)
+                await self.finish([victim], recorded=False)
+            except StoreError as error:
+                self.result.failed.append(error)
+        return withdrawn
+
+    async def finish(self, withdrawn: Sequence[Publication], *, recorded: bool = True) -> None:
+        """Delete the saves of withdrawn publications unless something protects them, then their records."""
+        if not withdrawn:
+            return
+        victims = frozenset(self._victims)
+        protected = Saves(entry.path for entry in await published(self._store) if entry not in victims)
+        done = []
+        for publication in withdrawn:
+            if protected.touch(publication.path):
+                self._note("save kept", f"{self._store.root}/{publication.path}", "a remaining publication needs it")
+                done.append(publication)
+            elif (not recorded or await self._still_ours(publication)) and await self._delete_save(publication):
+                done.append(publication)
+        gone = {publication.path for publication in done if not protected.touch(publication.path)}
+        for entry in await published(self._store):
+            if entry.path in gone:
+                await self._store.delete(entry.key)
+        for publication in done:
+            await self._store.delete(publication.record)
+            self.result.removed.append(publication)
+
+    async def _still_ours(self, publication: Publication) -> bool:
+        """Whether the record still stands: once another prune has finished it, the save's path may be used anew."""
+        try:
+            await self._store.read(publication.record, 0)
+        except NotFound:
+            return False
+        except StoreError as error:
+            self.result.failed.append(error)
+            return False
+        return True
+
+    async def _delete_save(self, publication: Publication) -> bool:
+        try:
+            for framework in FRAMEWORKS.values():
+                await self._delete_marker(f"{publication.path}/{framework.marker}")
+            await self._store.delete_tree(publication.path)
+        except Linked as error:
+            self._note("left alone", f"{self._store.root}/{publication.path}", f"{error.which} is a symbolic link")
+            return False
+        except StoreError as error:
+            self.result.failed.append(error)
+            return False
+        return True
+
+    async def _delete_marker(self, key: str) -> None:
+        try:
+            await self._store.delete(key)
+        except NotAFile:
+            pass  # a folder that bears a marker's name marks nothing

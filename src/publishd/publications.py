@@ -1,0 +1,283 @@
+"""Publications: the codec of their names, and publishing, resolving and listing them over a store.
+
+The storage format is that of the dispatch adapters (`docs/reference.md`, Storage format): `pub/<epoch>-<step>-<path>`,
+both numbers in 20 decimal digits, the path in RFC 4648 base32 without padding. Fixed widths make the greatest name the
+latest publication.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from publishd.errors import AlreadyExists, InvalidEntry, NotAFolder, NotFound, NotPublished
+from publishd.frameworks import framework_of, incomplete, unfinished
+from publishd.stores import EXEC, PRUNE, PUB, Kind, list_fresh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from publishd.stores import Store
+
+_NAME = re.compile("([0-9]{20})-([0-9]{20})-([A-Z2-7]+)", re.ASCII)
+_MAX_NUMBER = "18446744073709551615"
+# Letters of RFC 4648 base32 to the digits that int(…, 32) reads, which is how a name is decoded in a microsecond.
+_DIGITS = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789abcdefghijklmnopqrstuv")
+_SPARE_BITS = {0: 0, 2: 2, 4: 4, 5: 1, 7: 3}
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+_UNSAFE = re.compile(r"(?:^|/)(?:\.\.?)?(?:/|$)|[\x00-\x1f\x7f-\x9f]|^(?:pub|prune)(?:/|$)|^exec(?:/[^/]*)?$")
+_HEAD = 20 + 1 + 20 + 1
+
+
+class Publication(NamedTuple):
+    """One publication; `path` is the save's, relative to the root."""
+
+    epoch: int
+    step: int
+    path: str
+
+    @property
+    def name(self) -> str:
+        """The name of its entry; between publications, greater is later."""
+        path = base64.b32encode(self.path.encode("utf-8", "surrogateescape")).rstrip(b"=").decode("ascii")
+        return f"{self.epoch:020d}-{self.step:020d}-{path}"
+
+    @property
+    def key(self) -> str:
+        return f"{PUB}/{self.name}"
+
+    @property
+    def record(self) -> str:
+        return f"{PRUNE}/{self.name}"
+
+
+class Saves:
+    """A set of save paths that answers whether one of them is a given path, lies inside it or around it."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = set(paths)
+        self._around = {above for path in self._paths for above in _ancestors(path)}
+
+    def touch(self, path: str) -> bool:
+        return path in self._paths or path in self._around or any(above in self._paths for above in _ancestors(path))
+
+
+def _ancestors(path: str) -> list[str]:
+    return [path[: match.start()] for match in re.finditer("/", path)]
+
+
+def parse(name: str) -> Publication:
+    """The publication of an entry's name. Raises ValueError, saying why, unless re-encoding gives the same name and the path is safe."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError("not <20 digits>-<20 digits>-<base32>")
+    epoch, step, encoded = match.groups()
+    if epoch > _MAX_NUMBER or step > _MAX_NUMBER:
+        raise ValueError("a number above 2^64-1")
+    spare = _SPARE_BITS.get(len(encoded) % 8)
+    bits = int(encoded.translate(_DIGITS), 32)
+    if spare is None or bits & ((1 << spare) - 1):
+        raise ValueError("not canonical base32")
+    path = (bits >> spare).to_bytes(len(encoded) * 5 // 8, "big").decode("utf-8", "surrogateescape")
+    if _UNSAFE.search(path):
+        raise ValueError(f"path {path!r}: {unsafe(path)}")
+    return Publication(int(epoch), int(step), path)
+
+
+def unsafe(path: str) -> str | None:
+    """Why no publication may have this path; None if one may."""
+    parts = path.split("/")
+    if _CONTROL.search(path):
+        return "it has a control character"
+    if any(part in ("", ".", "..") for part in parts):
+        return "it is not a plain relative path"
+    if parts[0] in (PUB, PRUNE):
+        return f"{parts[0]}/ is publishd's own"
+    if parts[0] == EXEC and len(parts) < 3:
+        return "it is not inside one execution's folder"
+    return None
+
+
+def longest_path(name_limit: int) -> int:
+    """The longest path, in bytes, whose entry's name fits into `name_limit` bytes: 133 for 255."""
+    return max(0, (name_limit - _HEAD) * 5 // 8)
+
+
+def check_path(path: str, name_limit: int) -> None:
+    """Raise NotPublished where no entry can name this path: unsafe, or too long for names of `name_limit` bytes."""
+    reason = unsafe(path)
+    if reason:
+        raise NotPublished("cannot publish", path, reason)
+    limit, length = longest_path(name_limit), len(path.encode("utf-8", "surrogateescape"))
+    if length > limit:
+        cause = f"the path has {length} bytes, and names on this store can carry {limit}"
+        raise NotPublished("cannot publish", path, cause, "shorten it")
+
+
+# Reading
+
+
+class Read(NamedTuple):
+    """What a folder of entries or records holds: publications, latest last, and whatever else stands there."""
+
+    publications: list[Publication]
+    invalid: list[InvalidEntry]
+
+
+async def read(store: Store, folder: str = PUB) -> Read:
+    """Everything in `pub/` (or `prune/`), from one fresh listing. Raises StoreError unless it is known to be complete."""
+    entries = await list_fresh(store, folder) or []
+    found, invalid = [], []
+    for name, kind, _ in entries:
+        try:
+            if kind is not Kind.FILE:
+                raise ValueError(f"a {kind.value}, not a regular file")
+            found.append((name, parse(name)))
+        except ValueError as error:
+            which = f"{store.root}/{folder}/{name}"
+            invalid.append(InvalidEntry("not a publication", which, str(error), "move it away if it is not publishd's"))
+    found.sort()
+    return Read([publication for _, publication in found], sorted(invalid, key=str))
+
+
+async def published(store: Store) -> list[Publication]:
+    """Every publication, latest last. Raises InvalidEntry where anything else stands in `pub/`; it is never skipped."""
+    publications, invalid = await read(store)
+    if invalid:
+        raise invalid[0]
+    return publications
+
+
+async def present(store: Store, publications: Iterable[Publication]) -> set[Publication]:
+    """Those publications whose save is there, by a fresh listing of each folder that holds one."""
+    siblings: dict[str, set[str]] = {}
+    there = set()
+    for publication in publications:
+        folder, _, name = publication.path.rpartition("/")
+        if folder not in siblings:
+            siblings[folder] = await _names(store, folder)
+        if name in siblings[folder]:
+            there.add(publication)
+    return there
+
+
+async def _names(store: Store, folder: str) -> set[str]:
+    try:
+        return {entry.name for entry in await list_fresh(store, folder) or []}
+    except NotAFolder:
+        return set()
+
+
+async def resolve(store: Store) -> Publication | None:
+    """The latest publication, whose save is there and not marked as torn; None if nothing was ever published.
+
+    Raises StoreError or InvalidEntry at any doubt, NotPublished where the save is gone or torn.
+    """
+    latest = await _latest(store)
+    if latest and not await present(store, [latest]):
+        latest = await _latest(store)  # a prune may have run between the two listings
+        if latest and not await present(store, [latest]):
+            raise NotPublished("cannot resume", f"{store.root}/{latest.path}", "it was published, but it is gone", _VERIFY)
+    if latest:
+        torn = await unfinished(store, framework_of(latest.path), latest.path)
+        if torn:
+            raise NotPublished("cannot resume", f"{store.root}/{latest.path}", torn, _VERIFY)
+    return latest
+
+
+async def _latest(store: Store) -> Publication | None:
+    return next(reversed(await published(store)), None)
+
+
+_VERIFY = "resolve -verify looks for an older one"
+
+
+async def resolve_verified(store: Store, passed_over: Callable[[Publication, str], None]) -> Publication | None:
+    """The newest publication whose save is there and complete; None if nothing was ever published.
+
+    Complete is judged by the framework that names its saves so; another save must only be there. `passed_over` is told
+    of each newer one and why. Raises NotPublished if there are publications, but none is left.
+    """
+    publications = await published(store)
+    for publication in reversed(publications):
+        reason = await _unusable(store, publication)
+        if reason is None:
+            return publication
+        passed_over(publication, reason)
+    if publications:
+        raise NotPublished("cannot resume", store.root, "no publication's save is there and complete")
+    return None
+
+
+async def _unusable(store: Store, publication: Publication) -> str | None:
+    if not await present(store, [publication]):
+        return "it is gone"
+    framework = framework_of(publication.path)
+    if framework is None:
+        return None
+    try:
+        return await incomplete(store, framework, publication.path)
+    except NotAFolder:
+        return "it is not a folder"
+    except NotFound:
+        return "it is gone"
+
+
+# Publishing
+
+
+async def announce(store: Store, publication: Publication) -> bool:
+    """Make the save durable and create its entry; True if this call created it, False if it stood there already.
+
+    The caller has checked the path, and calls `look_again` for what was created. Raises NotPublished where a prune has
+    withdrawn the save or the framework marks it as unfinished, StoreError where the store failed: then there is no
+    entry of ours.
+    """
+    if (await _withdrawn(store)).touch(publication.path):
+        raise _refused(store, publication, _PRUNED)
+    await store.sync(publication.path, recursive=True)
+    torn = await unfinished(store, framework_of(publication.path), publication.path)
+    if torn:
+        raise _refused(store, publication, torn)
+    try:
+        await store.create(publication.key)
+    except AlreadyExists:
+        return False
+    return True
+
+
+async def look_again(store: Store, created: Collection[Publication]) -> dict[Publication, NotPublished]:
+    """Remove those entries, created by the caller, whose save is gone or withdrawn by now, and say which."""
+    there = await present(store, created)
+    withdrawn = await _withdrawn(store)
+    refused = {}
+    for publication in created:
+        if publication not in there or withdrawn.touch(publication.path):
+            await store.delete(publication.key)
+            reason = _PRUNED if publication in there else "it is gone"
+            refused[publication] = _refused(store, publication, reason)
+    return refused
+
+
+async def publish(store: Store, publication: Publication) -> bool:
+    """Publish one save that is known to be complete; True if this call created the entry. Raises as `announce` does."""
+    check_path(publication.path, await store.name_limit())
+    if not await present(store, [publication]):
+        raise _refused(store, publication, "there is no such save")
+    created = await announce(store, publication)
+    if created:
+        for refused in (await look_again(store, [publication])).values():
+            raise refused
+    return created
+
+
+_PRUNED = "a prune is removing it, something inside it or something around it"
+
+
+async def _withdrawn(store: Store) -> Saves:
+    return Saves(record.path for record in (await read(store, PRUNE)).publications)
+
+
+def _refused(store: Store, publication: Publication, reason: str) -> NotPublished:
+    return NotPublished("cannot publish", f"{store.root}/{publication.path}", reason)

@@ -1,0 +1,162 @@
+"""What publishd needs of the place where a checkpoint root lives, and which adapter serves which root.
+
+The protocol is a contract between the adapters and the rules above them: few methods, no default bodies, and the
+first sentence of each docstring is what an adapter guarantees. `tests/contract.py` holds every adapter to it.
+
+Keys are relative to the root, `/`-separated, and valid: no empty, `.` or `..` component. They are text as the file
+system encoding (UTF-8 with surrogate escapes) decodes a name's bytes, so that any name survives the way there and back.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from publishd.errors import NotAFolder, NotFound, UsageError
+
+if TYPE_CHECKING:
+    import builtins
+    from collections.abc import AsyncGenerator
+
+PUB = "pub"
+"""The folder of entries. It and `PRUNE` are publishd's own, and never links."""
+
+PRUNE = "prune"
+"""The folder of records: entries withdrawn by a prune whose saves are not yet removed."""
+
+EXEC = "exec"
+"""The folder of executions, each of which writes into `exec/<attempt>/`."""
+
+
+class Kind(Enum):
+    """What a name in a listing stands for. A link is a link, whatever it points to."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    OTHER = "other"
+
+
+class Entry(NamedTuple):
+    """One name in a listing. `inode` tells a folder from another one made later under its name; 0 where there is none."""
+
+    name: str
+    kind: Kind
+    inode: int
+
+
+class Store(Protocol):
+    """A checkpoint root. Each method raises a `StoreError` for whatever the store could not do, and nothing else.
+
+    A cancelled call either has not begun or runs to its end unseen: no step of it is left half done.
+    """
+
+    root: str
+    """The root, absolute, without a trailing slash; `f"{root}/{key}"` is what a person calls the key."""
+
+    async def list(self, folder: str) -> list[Entry]:
+        """Every immediate child of the folder ('' is the root), as it stands after the call began; no name is dropped.
+
+        Raises NotFound where there seems to be no such folder (which a caching file system may say wrongly: see
+        `list_fresh`), NotAFolder where something else stands there.
+        """
+        ...
+
+    async def read(self, key: str, limit: int) -> bytes:
+        """The whole content of a regular file of at most `limit` bytes; nothing else is opened for longer than it takes to see that.
+
+        Raises TooLarge without reading it, NotFound, NotAFile (links included).
+        """
+        ...
+
+    def stream(self, key: str) -> AsyncGenerator[bytes, None]:
+        """The whole content of a regular file of any size, in pieces of at most 1 MiB; raises as `read` does."""
+        ...
+
+    async def create(self, key: str) -> None:
+        """Of all who create this key, one succeeds: an empty file stands there, durable, and was not there before.
+
+        Raises AlreadyExists (what stands there is durable and untouched). After any other error nothing of ours is
+        there, unless the store itself can't tell. Missing parent folders are made; the root never is. Whoever makes
+        `pub/` makes `prune/` first.
+        """
+        ...
+
+    async def move(self, key: str, to: str) -> None:
+        """`to` stands before `key` is gone, whenever the call is cut short; an older `to` is replaced.
+
+        Both are empty files in `pub/` or `prune/`. Raises NotFound where there is no `key`; NoSpace with `key` as it was.
+        """
+        ...
+
+    async def delete(self, key: str) -> None:
+        """The file or link is gone; that it was not there is success. No link is followed on the way.
+
+        Raises Linked where a parent is a link, NotAFile where a folder stands there; both leave it.
+        """
+        ...
+
+    async def delete_tree(self, key: str) -> None:
+        """The file, or the folder with all it holds, is gone, and nothing else is; that it was not there is success.
+
+        Links inside are removed as links. Raises Linked where `key` or a parent is a link, Denied where another file
+        system is mounted inside. After an error a part may be gone.
+        """
+        ...
+
+    async def sync(self, key: str, *, recursive: bool) -> None:
+        """The folder (or file) and, if recursive, all it holds are durable, and so are its parents up to the root.
+
+        Raises SyncFailed where that failed. A store told not to sync does nothing.
+        """
+        ...
+
+    async def locate(self, save: str) -> str:
+        """The key of a save as a person names it; the part below the root is taken as written.
+
+        Raises UsageError where it does not lie below the root.
+        """
+        ...
+
+    async def name_limit(self) -> int:
+        """The longest name, in bytes, that `pub/` can hold."""
+        ...
+
+    async def aclose(self) -> None:
+        """All that the store holds open is released."""
+        ...
+
+
+def open_store(root: str, *, sync: bool = True) -> Store:
+    """The store of a root as the user wrote it; nothing is touched yet. `sync=False` gives up durability (`-no-sync`).
+
+    Raises UsageError for a root that no adapter serves.
+    """
+    if root.startswith("s3://"):
+        raise UsageError("bad flag", "-checkpoint", "s3:// roots are not supported by this version", "use a folder")
+    from publishd.stores.posix import PosixStore, absolute
+
+    return PosixStore(absolute(root), sync=sync)
+
+
+async def list_fresh(store: Store, folder: str) -> builtins.list[Entry] | None:
+    """A listing that may be believed when it says that there is no folder: None only if a listing of its parent lacks it.
+
+    NFS clients cache "no such name" for up to a minute, and a listing of the parent is what ends that. Raises NotFound
+    where the root itself is missing, or a folder is listed but can't be opened.
+    """
+    try:
+        return await store.list(folder)
+    except NotFound:
+        if not folder:
+            raise
+    parent, _, name = folder.rpartition("/")
+    try:
+        siblings = await list_fresh(store, parent)
+    except NotAFolder:
+        if not parent:
+            raise
+        return None
+    if siblings is None or all(entry.name != name for entry in siblings):
+        return None
+    return await store.list(folder)

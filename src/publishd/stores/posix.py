@@ -1,0 +1,444 @@
+"""A checkpoint root in a folder of a shared POSIX file system.
+
+Each operation is one synchronous function run in a thread. Folders are opened afresh each time, level by level: that is
+what makes an NFS client ask its server. Whatever creates, moves or deletes walks from a descriptor of the root and
+follows no link below it. Nothing is retried here: the callers' next scan or next run is the retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from publishd.errors import (
+    AlreadyExists,
+    Denied,
+    Linked,
+    NoSpace,
+    NotAFile,
+    NotAFolder,
+    NotFound,
+    StoreError,
+    SyncFailed,
+    TooLarge,
+    Unavailable,
+    UsageError,
+)
+from publishd.stores import PRUNE, PUB, Entry, Kind
+
+if TYPE_CHECKING:
+    import builtins
+    from collections.abc import AsyncGenerator, Callable, Iterator
+
+    from aiofiles.threadpool.binary import AsyncBufferedReader
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_PIECE = 1 << 20
+# Some file systems have no fsync for a folder; any other failure of it is one (fsync(2), cockroachdb/cockroach#60477).
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+# Object stores behind FUSE have no rename, and pub/ and prune/ may lie on two metadata servers.
+_NO_RENAME = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
+
+_ERRORS: dict[int, type[StoreError]] = {
+    errno.ENOENT: NotFound,
+    errno.EEXIST: AlreadyExists,
+    errno.ENOTDIR: NotAFolder,
+    errno.EISDIR: NotAFile,
+    errno.ENXIO: NotAFile,
+    errno.ELOOP: Linked,
+    errno.EACCES: Denied,
+    errno.EPERM: Denied,
+    errno.EROFS: Denied,
+    errno.ENOSPC: NoSpace,
+    errno.EDQUOT: NoSpace,
+}
+
+
+def absolute(root: str) -> str:
+    """The root as an absolute path, otherwise as written (`..` is the kernel's to resolve), without a trailing slash.
+
+    Raises UsageError where the current folder, which a relative root needs, is gone.
+    """
+    try:
+        return os.path.join(os.getcwd(), root).rstrip("/")
+    except OSError as error:
+        raise UsageError("bad flag", "-checkpoint", f"the current folder is gone: {error.strerror}") from error
+
+
+def _translate(what: str, path: str, error: OSError) -> StoreError:
+    """The one place where errno becomes an error of ours; what it does not know is Unavailable."""
+    cause = error.strerror or str(error)
+    return _ERRORS.get(error.errno or 0, Unavailable)(what, path, cause)
+
+
+@contextlib.contextmanager
+def _translated(what: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _translate(what, path, error) from error
+
+
+class PosixStore:
+    """See `publishd.stores.Store`; `root` is an absolute path."""
+
+    def __init__(self, root: str, *, sync: bool = True) -> None:
+        self.root = root
+        self._sync_wanted = sync
+
+    async def list(self, folder: str) -> list[Entry]:
+        return await asyncio.to_thread(self._list, folder)
+
+    async def read(self, key: str, limit: int) -> bytes:
+        async with self._open(key, limit) as file:
+            with _translated("cannot read", self._path(key)):
+                content = await file.read(limit + 1)
+        if len(content) > limit:
+            raise TooLarge("cannot read", self._path(key), f"larger than {limit} bytes")
+        return content
+
+    async def stream(self, key: str) -> AsyncGenerator[bytes, None]:
+        async with self._open(key) as file:
+            with _translated("cannot read", self._path(key)):
+                while piece := await file.read(_PIECE):
+                    yield piece
+
+    async def create(self, key: str) -> None:
+        await asyncio.to_thread(self._create, key)
+
+    async def move(self, key: str, to: str) -> None:
+        await asyncio.to_thread(self._move, key, to)
+
+    async def delete(self, key: str) -> None:
+        await asyncio.to_thread(self._delete, key)
+
+    async def delete_tree(self, key: str) -> None:
+        await asyncio.to_thread(self._delete_tree, key)
+
+    async def sync(self, key: str, *, recursive: bool) -> None:
+        if self._sync_wanted:
+            await asyncio.to_thread(self._sync, key, recursive)
+
+    async def locate(self, save: str) -> str:
+        return await asyncio.to_thread(self._locate, save)
+
+    async def name_limit(self) -> int:
+        return await asyncio.to_thread(self._name_limit)
+
+    async def aclose(self) -> None:
+        pass
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}" if key else self.root or "/"
+
+    # Reading
+
+    def _list(self, folder: str) -> builtins.list[Entry]:
+        fd = self._open_folder(folder)
+        try:
+            with _translated("cannot list", self._path(folder)), os.scandir(fd) as children:
+                return [Entry(child.name, _kind(child), child.inode()) for child in children]
+        finally:
+            os.close(fd)
+
+    def _open_folder(self, folder: str) -> int:
+        """Open root and folders one by one, following links except where publishd's own folders should be."""
+        path = self.root
+        with _translated("cannot list", path or "/"):
+            fd = os.open(path or "/", _FOLDER)
+        for name in folder.split("/") if folder else ():
+            flags = _FOLDER | os.O_NOFOLLOW if path == self.root and name in (PUB, PRUNE) else _FOLDER
+            path = f"{path}/{name}"
+            try:
+                with _translated("cannot list", path):
+                    below = os.open(name, flags, dir_fd=fd)
+            finally:
+                os.close(fd)
+            fd = below
+        return fd
+
+    @contextlib.asynccontextmanager
+    async def _open(self, key: str, limit: int | None = None) -> AsyncGenerator[AsyncBufferedReader, None]:
+        import aiofiles
+
+        path = self._path(key)
+        with _translated("cannot read", path):
+            file = await aiofiles.open(path, "rb", opener=_guard(limit))
+        try:
+            yield file
+        finally:
+            await file.close()
+
+    def _name_limit(self) -> int:
+        """PC_NAME_MAX of `pub/`, or of the root as long as there is no `pub/`."""
+        try:
+            fd = self._open_folder(PUB)
+        except NotFound:
+            fd = self._open_folder("")
+        try:
+            with _translated("cannot ask for the name limit of", self._path(PUB)):
+                return os.fpathconf(fd, "PC_NAME_MAX")
+        finally:
+            os.close(fd)
+
+    def _locate(self, save: str) -> str:
+        with _translated("cannot use the root", self._path("")):
+            root = os.stat(self._path(""))
+        with _translated("cannot find the save", save):
+            parts = [part for part in os.path.join(os.getcwd(), save).split("/") if part not in ("", ".")]
+        for depth in range(len(parts) - 1, -1, -1):
+            with contextlib.suppress(OSError):
+                ancestor = os.stat("/" + "/".join(parts[:depth]))
+                if (ancestor.st_dev, ancestor.st_ino) == (root.st_dev, root.st_ino):
+                    return "/".join(parts[depth:])
+        raise UsageError("bad save", save, f"it does not lie below the checkpoint root {self._path('')}")
+
+    # Creating, moving, deleting: from a descriptor of the root, following no link below it
+
+    @contextlib.contextmanager
+    def _parent(self, key: str, what: str, *, make: bool = False) -> Iterator[tuple[int, str, int]]:
+        """A descriptor of the key's folder, the key's last component, and the root's device."""
+        *folders, name = key.split("/")
+        with _translated(what, self._path("")):
+            fd = os.open(self._path(""), _FOLDER)
+        path = self.root
+        try:
+            device = os.fstat(fd).st_dev
+            for folder in folders:
+                path = f"{path}/{folder}"
+                with _translated(what, path):
+                    below = _step_down(fd, folder, path, make=make, sync=self._sync_wanted)
+                os.close(fd)
+                fd = below
+                if os.fstat(fd).st_dev != device:
+                    raise Denied(what, path, "another file system is mounted here")
+            with _translated(what, self._path(key)):
+                yield fd, name, device
+        finally:
+            os.close(fd)
+
+    def _create(self, key: str) -> None:
+        with self._parent(key, "cannot create", make=True) as (folder, name, _):
+            try:
+                fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+            except FileExistsError:
+                # Whoever created it may have died before it was durable.
+                if self._sync_wanted:
+                    _sync_folder(folder, self._path(PUB))
+                raise
+            try:
+                try:
+                    if self._sync_wanted:
+                        _sync_file(fd, self._path(key))
+                finally:
+                    os.close(fd)
+                if self._sync_wanted:
+                    _sync_folder(folder, os.path.dirname(self._path(key)))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+                raise
+
+    def _move(self, key: str, to: str) -> None:
+        with (
+            self._parent(to, "cannot record", make=True) as (new_folder, new_name, _),
+            self._parent(key, "cannot withdraw") as (old_folder, old_name, _),
+        ):
+            try:
+                os.rename(old_name, new_name, src_dir_fd=old_folder, dst_dir_fd=new_folder)
+            except FileNotFoundError:
+                # A rename whose answer was lost is sent again by NFS, and then finds nothing (measured on ganesha).
+                if not _stands(new_name, new_folder):
+                    raise
+            except OSError as error:
+                if error.errno not in _NO_RENAME:
+                    raise
+                os.stat(old_name, dir_fd=old_folder, follow_symlinks=False)
+                os.close(os.open(new_name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=new_folder))
+                os.unlink(old_name, dir_fd=old_folder)
+
+    def _delete(self, key: str) -> None:
+        with (
+            contextlib.suppress(NotFound, NotAFolder),
+            self._parent(key, "cannot delete") as (folder, name, _),
+        ):
+            os.unlink(name, dir_fd=folder)
+
+    def _delete_tree(self, key: str) -> None:
+        with (
+            contextlib.suppress(NotFound, NotAFolder),
+            self._parent(key, "cannot delete") as (parent, name, device),
+        ):
+            mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+            if stat.S_ISLNK(mode):
+                raise Linked("cannot delete", self._path(key), "it is a symbolic link")
+            if not stat.S_ISDIR(mode):
+                os.unlink(name, dir_fd=parent)
+                return
+            for inside in _folders_bottom_up(parent, name, self._path(key), "cannot delete", device):
+                for child in inside.others:
+                    with _translated("cannot delete", f"{inside.path}/{child.name}"), contextlib.suppress(FileNotFoundError):
+                        os.unlink(child.name, dir_fd=inside.fd)
+                with _translated("cannot delete", inside.path), contextlib.suppress(FileNotFoundError):
+                    os.rmdir(inside.name, dir_fd=inside.parent)
+
+    # Durability
+
+    def _sync(self, key: str, recursive: bool) -> None:
+        """fsync the save's files, its folders bottom-up, then each parent up to the root; links are left alone."""
+        *folders, name = key.split("/")
+        parent = self._open_folder("/".join(folders))
+        try:
+            with _translated("cannot sync", self._path(key)):
+                mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+                if stat.S_ISREG(mode):
+                    _sync_path(name, parent, self._path(key))
+                elif stat.S_ISDIR(mode) and recursive:
+                    _sync_tree(parent, name, self._path(key))
+                elif stat.S_ISDIR(mode):
+                    _sync_path(name, parent, self._path(key), folder=True)
+        finally:
+            os.close(parent)
+        for depth in range(len(folders), -1, -1):
+            folder = "/".join(folders[:depth])
+            fd = self._open_folder(folder)
+            try:
+                _sync_folder(fd, self._path(folder))
+            finally:
+                os.close(fd)
+
+
+def _kind(child: os.DirEntry[str]) -> Kind:
+    if child.is_file(follow_symlinks=False):
+        return Kind.FILE
+    if child.is_dir(follow_symlinks=False):
+        return Kind.FOLDER
+    return Kind.LINK if child.is_symlink() else Kind.OTHER
+
+
+def _guard(limit: int | None) -> Callable[[str, int], int]:
+    """An opener that neither waits for nor follows anything, and gives up what is not a regular file of at most `limit` bytes."""
+
+    def opener(path: str, _flags: int) -> int:
+        fd = os.open(path, _FILE)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise NotAFile("cannot read", path, "not a regular file")
+            if limit is not None and found.st_size > limit:
+                raise TooLarge("cannot read", path, f"larger than {limit} bytes")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    return opener
+
+
+def _stands(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _step_down(fd: int, name: str, path: str, *, make: bool, sync: bool) -> int:
+    """Open one folder below `fd`, never through a link; with `make`, make it where it is missing."""
+    try:
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+    except NotADirectoryError:
+        if stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+            raise Linked("will not go through", path, "it is a symbolic link") from None
+        raise
+    except FileNotFoundError:
+        if not make:
+            raise
+    # prune/ comes first: a prune on a full disk needs it to stand already.
+    for wanted in (PRUNE, PUB) if name == PUB else (name,):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(wanted, dir_fd=fd)
+    if sync:
+        _sync_folder(fd, os.path.dirname(path))
+    return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+
+
+class _Folder:
+    """A folder met by `_folders_bottom_up`: its descriptor, its parent's, and its children that are not folders."""
+
+    def __init__(self, parent: int, name: str, path: str, fd: int) -> None:
+        self.parent, self.name, self.path, self.fd = parent, name, path, fd
+        with os.scandir(fd) as scan:
+            children = list(scan)
+            self.folders = [child.name for child in children if child.is_dir(follow_symlinks=False)]
+            self.others = [child for child in children if not child.is_dir(follow_symlinks=False)]
+
+
+def _folders_bottom_up(parent: int, name: str, path: str, what: str, device: int | None = None) -> Iterator[_Folder]:
+    """Each folder from the deepest up to `name` itself, entered through descriptors only; no link is followed.
+
+    `device`: raise Denied at a folder on another one. A folder that vanished meanwhile is passed over.
+    """
+    stack: list[_Folder] = []
+
+    def enter(above: int, child: str, child_path: str) -> None:
+        with _translated(what, child_path), contextlib.suppress(FileNotFoundError):
+            fd = os.open(child, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
+            try:
+                if device is not None and os.fstat(fd).st_dev != device:
+                    raise Denied(what, child_path, "another file system is mounted here")
+                stack.append(_Folder(above, child, child_path, fd))
+            except BaseException:
+                os.close(fd)
+                raise
+
+    try:
+        enter(parent, name, path)
+        while stack:
+            top = stack[-1]
+            if top.folders:
+                child = top.folders.pop()
+                enter(top.fd, child, f"{top.path}/{child}")
+            else:
+                yield top
+                os.close(stack.pop().fd)
+    finally:
+        for folder in stack:
+            os.close(folder.fd)
+
+
+def _sync_tree(parent: int, name: str, path: str) -> None:
+    for inside in _folders_bottom_up(parent, name, path, "cannot sync"):
+        for child in inside.others:
+            if child.is_file(follow_symlinks=False):
+                _sync_path(child.name, inside.fd, f"{inside.path}/{child.name}")
+        _sync_folder(inside.fd, inside.path)
+
+
+def _sync_path(name: str, parent: int, path: str, *, folder: bool = False) -> None:
+    with _translated("cannot sync", path), contextlib.suppress(FileNotFoundError):
+        fd = os.open(name, _FOLDER | os.O_NOFOLLOW if folder else _FILE, dir_fd=parent)
+        try:
+            (_sync_folder if folder else _sync_file)(fd, path)
+        finally:
+            os.close(fd)
+
+
+def _sync_file(fd: int, path: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise SyncFailed("cannot sync", path, error.strerror or str(error)) from error
+
+
+def _sync_folder(fd: int, path: str) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise SyncFailed("cannot sync", path, error.strerror or str(error)) from error

@@ -1,0 +1,373 @@
+"""The watcher: a scanner that finds complete saves, a queue of them, and a publisher that takes the newest first.
+
+A scan is one listing of the execution's folder, and per save not yet settled one listing and one marker read (see
+`frameworks.incomplete`). A save is settled once a publication names it. Errors of the store are logged, and the next
+scan tries again; any other error is a bug and ends the watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from publishd.errors import Denied, NotAFolder, NotFound, NotPublished, PublishdError, StoreError, SyncFailed
+from publishd.frameworks import incomplete
+from publishd.prune import prune
+from publishd.publications import Publication, announce, check_path, look_again, read
+from publishd.stores import EXEC, PUB, Kind, list_fresh
+
+if TYPE_CHECKING:
+    from publishd.frameworks import Framework
+    from publishd.stores import Entry, Store
+
+log = logging.getLogger(__name__)
+
+_LINGER_INTERVAL = 1.0
+_RETRY_INTERVAL = 1.0
+_LOOK_AGAIN_AFTER = 32
+"""Entries created, while more saves wait, before the publisher looks again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """What to watch as, and how; times in seconds."""
+
+    attempt: str
+    epoch: int
+    interval: float = 10.0
+    drain: float = 20.0
+    linger: float = 0.0
+    keep: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """A save folder that is not settled; a folder made later under the same name is another save."""
+
+    name: str
+    inode: int
+    step: int
+    reason: str = ""
+    """Why it is not published, as last seen."""
+    complete: bool = False
+    queued: bool = False
+    hopeless: bool = False
+    """Complete, but never to be published by this watch."""
+    said: set[str] = field(default_factory=set)
+
+
+class Watcher:
+    """Publishes the saves of one execution as they complete, until `stop` is set and what is complete is published."""
+
+    def __init__(self, store: Store, framework: Framework, options: WatchOptions, stop: asyncio.Event) -> None:
+        self._store, self._framework, self._options, self._stop = store, framework, options, stop
+        self._folder = f"{EXEC}/{options.attempt}"
+        self._interval = options.interval
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._begun = False
+        self._name_limit = 0
+        self._published_before: set[str] = set()
+        self._settled: dict[str, int] = {}
+        self._saves: dict[str, _Save] = {}
+        self._queue: asyncio.PriorityQueue[tuple[int, int, _Save]] = asyncio.PriorityQueue()
+        self._tickets = itertools.count()
+        self._created: dict[Publication, _Save] = {}
+        self._trouble = ""
+        self._said: set[str] = set()
+        self._prunes: asyncio.Queue[None] = asyncio.Queue()
+
+    async def run(self, *, once: bool = False) -> bool:
+        """Watch until `stop` (with `once`: not at all), scan a last time, drain. True if all that is complete is published.
+
+        Raises NotPublished where no save of this execution could ever be published, and whatever is a bug.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            workers = [
+                tasks.create_task(self._publish_forever(), name="publisher"),
+                tasks.create_task(self._prune_forever(), name="pruner"),
+            ]
+            scanner = tasks.create_task(self._scan_until_stopping(), name="scanner")
+            if not once:
+                await self._stop.wait()
+                await self._linger()
+            self._stopping = True
+            self._wake.set()
+            drained = await self._finish(scanner)
+            for worker in workers:
+                worker.cancel()
+        return drained
+
+    # Scanning
+
+    async def _scan_until_stopping(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._stopping:
+            self._wake.clear()
+            due = loop.time() + self._interval
+            await self._scan()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._wake.wait()
+
+    async def _linger(self) -> None:
+        if self._options.linger:
+            self._interval = min(_LINGER_INTERVAL, self._interval)
+            self._wake.set()
+            await asyncio.sleep(self._options.linger)
+
+    async def _scan(self, *, last: bool = False) -> bool:
+        """Look at the execution's folder once; False if something could not be seen, which is said once."""
+        trouble = ""
+        try:
+            if not self._begun:
+                await self._begin()
+            await self._confirm()
+            trouble = await self._look(last=last)
+        except StoreError as error:
+            trouble = str(error)
+        if trouble and trouble != self._trouble:
+            log.warning("%s (trying again at every scan)", trouble)
+        elif self._trouble and not trouble:
+            log.info("can be seen again: %s", self._path())
+        self._trouble = trouble
+        return not trouble
+
+    async def _begin(self) -> None:
+        """What is asked once, before the first listing: whether names fit, and what was published before."""
+        self._name_limit = await self._store.name_limit()
+        check_path(f"{self._folder}/{self._framework.prefix}0", self._name_limit)
+        published = await self._read_pub()
+        try:
+            await self._store.sync(PUB, recursive=False)
+        except SyncFailed as error:
+            log.warning("%s", error)
+        except NotFound:
+            pass  # nothing was published yet
+        self._compare_epochs(published)
+        self._published_before = self._names(published)
+        self._begun = True
+        log.info("watching: %s: %s saves, as epoch %d", self._path(), self._framework.name, self._options.epoch)
+
+    async def _read_pub(self) -> list[Publication]:
+        published, invalid = await read(self._store)
+        for error in invalid:
+            if str(error) not in self._said:
+                self._said.add(str(error))
+                log.error("%s; resolve, list and prune fail until then", error)
+        return published
+
+    def _compare_epochs(self, published: list[Publication]) -> None:
+        epoch = self._options.epoch
+        if published and published[-1].epoch > epoch:
+            what = "WRONG EPOCH? %s: epoch %d has published already; nothing published as epoch %d will be resolved"
+            log.warning(what, self._store.root, published[-1].epoch, epoch)
+        others = {publication.epoch for publication in self._own(published)} - {epoch}
+        if others:
+            what = "WRONG EPOCH? %s: its saves were published as epoch %s and stay so; this watch is epoch %d"
+            log.warning(what, self._path(), ", ".join(map(str, sorted(others))), epoch)
+
+    def _own(self, published: list[Publication]) -> list[Publication]:
+        return [publication for publication in published if publication.path.startswith(f"{self._folder}/")]
+
+    def _names(self, published: list[Publication]) -> set[str]:
+        """The names of this execution's saves that are published, at whatever step and epoch."""
+        return {publication.path[len(self._folder) + 1 :] for publication in self._own(published)}
+
+    async def _look(self, *, last: bool) -> str:
+        """List the folder, judge what is not settled, newest first, and queue what is complete. What could not be seen."""
+        entries = await list_fresh(self._store, self._folder) or []
+        trouble = ""
+        names: set[str] | None = None
+        for save in self._unsettled(entries):
+            if self._stopping and not last:
+                break  # the last scan begins with what is newest then
+            try:
+                save.complete = await self._is_complete(save)
+                if save.complete and names is None:
+                    names = self._names(await self._read_pub())
+            except StoreError as error:
+                trouble = str(error)
+                continue
+            if names is not None and save.name in names:
+                self._settle(save)
+            elif save.complete:
+                save.queued = True
+                self._queue.put_nowait((-save.step, next(self._tickets), save))
+        return trouble
+
+    def _unsettled(self, entries: list[Entry]) -> list[_Save]:
+        """The saves to judge, newest first; whatever the listing does not show is forgotten."""
+        settled, saves = {}, {}
+        for name, kind, inode in entries:
+            if self._settled.get(name) == inode or name in self._published_before:
+                settled[name] = inode
+                continue
+            step = self._framework.step(name)
+            if step is None or kind not in (Kind.FOLDER, Kind.LINK):
+                continue
+            known = self._saves.get(name)
+            saves[name] = known if known and known.inode == inode else _Save(name, inode, step)
+            if kind is Kind.LINK:
+                saves[name].hopeless = True
+                saves[name].reason = "it is a symbolic link (publish it by hand if it is a save)"
+                self._say(saves[name], saves[name].reason)
+        if entries:
+            self._published_before = set()
+        self._settled, self._saves = settled, saves
+        judged = (save for save in saves.values() if not (save.queued or save.hopeless))
+        return sorted(judged, key=lambda save: save.step, reverse=True)
+
+    async def _is_complete(self, save: _Save) -> bool:
+        try:
+            reason = await incomplete(self._store, self._framework, f"{self._folder}/{save.name}")
+        except (NotFound, NotAFolder):
+            reason = self._framework.unmarked  # it is just being removed or replaced
+        except Denied as error:
+            reason = f"{error.what}: {error.cause}"
+        save.reason = reason or ""
+        if reason and reason != self._framework.unmarked:
+            self._say(save, f"not complete yet: {reason}")
+        return reason is None
+
+    # Publishing
+
+    async def _publish_forever(self) -> None:
+        while True:
+            _, _, save = await self._queue.get()
+            await self._publish(save)
+            if self._queue.empty() or len(self._created) >= _LOOK_AGAIN_AFTER:
+                try:
+                    await self._confirm()
+                except StoreError as error:
+                    log.warning("%s (trying again at the next scan)", error)
+            self._queue.task_done()
+
+    async def _publish(self, save: _Save) -> None:
+        publication = Publication(self._options.epoch, save.step, f"{self._folder}/{save.name}")
+        try:
+            check_path(publication.path, self._name_limit)
+        except NotPublished as error:
+            self._give_up(save, str(error))
+            return
+        try:
+            created = await announce(self._store, publication)
+        except NotPublished as error:
+            save.complete = False
+            self._retry(save, str(error))
+        except SyncFailed as error:
+            self._give_up(save, f"{error}; what the disk holds of it is unknown")
+        except StoreError as error:
+            self._retry(save, str(error))
+        else:
+            self._created[publication] = save
+            if not created:
+                del self._created[publication]
+                self._settle(save)
+                log.info("already published: %s", self._path(save))
+
+    async def _confirm(self) -> None:
+        """Look again at what was created: only what still stands then is published."""
+        created = dict(self._created)
+        if not created:
+            return
+        refused = await look_again(self._store, created)
+        for publication, save in created.items():
+            if self._created.pop(publication, None) is None:
+                continue
+            if publication in refused:
+                save.complete = False
+                self._retry(save, str(refused[publication]))
+            else:
+                self._settle(save)
+                log.info("published: %s: epoch %d, step %d", self._path(save), publication.epoch, publication.step)
+                if self._options.keep and self._prunes.empty():
+                    self._prunes.put_nowait(None)
+
+    def _settle(self, save: _Save) -> None:
+        self._settled[save.name] = save.inode
+        if self._saves.get(save.name) is save:
+            del self._saves[save.name]
+
+    def _retry(self, save: _Save, reason: str) -> None:
+        save.queued, save.reason = False, reason
+        self._say(save, reason)
+
+    def _give_up(self, save: _Save, reason: str) -> None:
+        save.hopeless = True
+        self._retry(save, reason)
+
+    def _say(self, save: _Save, reason: str) -> None:
+        if reason not in save.said:
+            save.said.add(reason)
+            log.warning("%s: %s", self._path(save), reason)
+
+    def _path(self, save: _Save | None = None) -> str:
+        folder = f"{self._store.root}/{self._folder}"
+        return f"{folder}/{save.name}" if save else folder
+
+    # Pruning, beside publishing and never before it
+
+    async def _prune_forever(self) -> None:
+        while True:
+            await self._prunes.get()
+            await self._prune(self._options.keep or 0)
+            self._prunes.task_done()
+
+    async def _prune(self, keep: int) -> None:
+        def note(what: str, which: str, cause: str) -> None:
+            log.warning("prune: %s: %s: %s", what, which, cause)
+
+        try:
+            result = await prune(self._store, keep, note)
+        except PublishdError as error:
+            log.warning("prune: %s", error)
+            return
+        for publication in result.removed:
+            log.info("pruned: %s", f"{self._store.root}/{publication.path}")
+        for failure in result.failed:
+            log.warning("prune: %s (the next prune tries again)", failure)
+
+    # The end
+
+    async def _finish(self, scanner: asyncio.Task[None]) -> bool:
+        """The last scan and the drain, within the time there is for it; what could not be published is named."""
+        deadline = asyncio.get_running_loop().time() + self._options.drain
+        in_time = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await scanner
+                await self._drain()
+                in_time = True
+        drained = self._report(in_time=in_time)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self._prunes.join()
+        return drained
+
+    async def _drain(self) -> None:
+        """Scan and publish until nothing is left that trying again could mend."""
+        while True:
+            seen = await self._scan(last=True)
+            await self._queue.join()
+            again = [save for save in self._saves.values() if save.complete and not save.hopeless]
+            if seen and not again and not self._created:
+                return
+            await asyncio.sleep(_RETRY_INTERVAL)
+
+    def _report(self, *, in_time: bool) -> bool:
+        """Name what is left; True if none of it is known to be complete."""
+        drained = in_time and not self._trouble
+        if not drained:
+            log.error("time ran out after %g s%s", self._options.drain, f": {self._trouble}" if self._trouble else "")
+        for save in self._saves.values():
+            if save.complete:
+                drained = False
+                log.error("not published: %s: %s", self._path(save), save.reason or "time ran out")
+            else:
+                log.info("left as it is: %s: not complete: %s", self._path(save), save.reason)
+        return drained
