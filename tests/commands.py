@@ -47,7 +47,7 @@ def require_program(tool: str, program: str) -> str:
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """This process's environment with the execution's attempt and epoch in it; None removes a variable."""
+    """The environment of the tests with the execution's attempt and epoch in it; None removes a variable."""
     env = {**os.environ, "DISPATCH_ATTEMPT": ATTEMPT, "DISPATCH_EPOCH": str(EPOCH)}
     for name, value in changes.items():
         env.pop(name, None)
@@ -138,8 +138,8 @@ class Watch:
         prefix: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        self._log = tempfile.TemporaryFile()
-        arguments = ["watch", "-checkpoint", root.path, "-framework", framework, "-interval", interval, *flags]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        arguments = ["watch", "-checkpoint", str(root.path), "-framework", framework, "-interval", interval, *flags]
         self.process = subprocess.Popen(
             [*prefix, PUBLISHD, *arguments],
             env=environment() if env is None else env,
@@ -180,13 +180,13 @@ class Watch:
         """Wait until it has begun."""
         return self.says("watching: ")
 
-    def signal(self, number: int = signal.SIGTERM) -> Self:
+    def send(self, number: int = signal.SIGTERM) -> Self:
         self.process.send_signal(number)
         return self
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 40) -> Ran:
         """Send the signal and wait for the end."""
-        return self.signal(number).ended(seconds)
+        return self.send(number).ended(seconds)
 
     def ended(self, seconds: float = 40) -> Ran:
         out, _ = self.process.communicate(timeout=seconds)

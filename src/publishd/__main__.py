@@ -21,7 +21,7 @@ def _start_again_in_utf8() -> None:
     """Names are bytes: only UTF-8 with surrogate escapes carries all of them through text and back, under any locale."""
     import os
 
-    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])  # noqa: S606 - this program itself
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from publishd.errors import PublishdError, UsageError
 from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, unsigned
 from publishd.frameworks import FRAMEWORKS
 from publishd.log import to_stderr
-from publishd.publications import Publication, check_path, present, publish, published, resolve, resolve_verified, unsafe
+from publishd.publications import Publication, present, publish, published, resolve, resolve_verified, unsafe
 from publishd.stores import EXEC, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable
 
     from publishd.signals import Signals
     from publishd.stores import Store
@@ -153,7 +153,7 @@ async def _watch(options: Options, store: Store, signals: Signals) -> int:
 
 async def _stop_without(signals: Signals) -> None:
     """Stop once the parent that started this process is gone: then nobody is left who could send a signal."""
-    while os.getppid() == signals.parent:
+    while os.getppid() == signals.parent:  # noqa: ASYNC110 - the kernel tells nobody
         await asyncio.sleep(1)
     log.info("the parent is gone: one last scan")
     signals.stop.set()

@@ -31,6 +31,7 @@ class StderrHandler(logging.Handler):
             self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write or queue one record; control characters in it are escaped."""
         text = self._prefix + printable(record.getMessage()) + "\n"
         if record.exc_info:
             text += logging.Formatter().formatException(record.exc_info) + "\n"

@@ -45,10 +45,12 @@ class Publication(NamedTuple):
 
     @property
     def key(self) -> str:
+        """The key of its entry."""
         return f"{PUB}/{self.name}"
 
     @property
     def record(self) -> str:
+        """The key of its record once a prune has withdrawn it."""
         return f"{PRUNE}/{self.name}"
 
 
@@ -60,6 +62,7 @@ class Saves:
         self._around = {above for path in self._paths for above in _ancestors(path)}
 
     def touch(self, path: str) -> bool:
+        """Whether one of the saves is at this path, inside it or around it."""
         return path in self._paths or path in self._around or any(above in self._paths for above in _ancestors(path))
 
 
@@ -68,7 +71,10 @@ def _ancestors(path: str) -> list[str]:
 
 
 def parse(name: str) -> Publication:
-    """The publication of an entry's name. Raises ValueError, saying why, unless re-encoding gives the same name and the path is safe."""
+    """The publication of an entry's name.
+
+    Raises ValueError, saying why, unless re-encoding gives the same name and the path is safe.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError("not <20 digits>-<20 digits>-<base32>")

@@ -63,7 +63,7 @@ class Store(Protocol):
         ...
 
     async def read(self, key: str, limit: int) -> bytes:
-        """The whole content of a regular file of at most `limit` bytes; nothing else is opened for longer than it takes to see that.
+        """The whole content of a regular file of at most `limit` bytes; nothing else can hang or fool it.
 
         Raises TooLarge without reading it, NotFound, NotAFile (links included).
         """

@@ -290,7 +290,7 @@ class PosixStore:
     # Durability
 
     def _sync(self, key: str, recursive: bool) -> None:
-        """fsync the save's files, its folders bottom-up, then each parent up to the root; links are left alone."""
+        """Sync the save's files, its folders bottom-up, then each parent up to the root; links are left alone."""
         *folders, name = key.split("/")
         parent = self._open_folder("/".join(folders))
         try:
