@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from publishd.errors import AlreadyExists, InvalidEntry, NotAFolder, NotFound, NotPublished
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 _NAME = re.compile("([0-9]{20})-([0-9]{20})-([A-Z2-7]+)", re.ASCII)
 _MAX_NUMBER = "18446744073709551615"
 # Letters of RFC 4648 base32 to the digits that int(…, 32) reads, which is how a name is decoded in a microsecond.
-_DIGITS = str.maketrans("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789abcdefghijklmnopqrstuv")
+_DIGITS = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", b"0123456789abcdefghijklmnopqrstuv")
 _SPARE_BITS = {0: 0, 2: 2, 4: 4, 5: 1, 7: 3}
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-_UNSAFE = re.compile(r"(?:^|/)(?:\.\.?)?(?:/|$)|[\x00-\x1f\x7f-\x9f]|^(?:pub|prune)(?:/|$)|^exec(?:/[^/]*)?$")
+_NO_COMPONENT = frozenset({"", ".", ".."})
 _HEAD = 20 + 1 + 20 + 1
 
 
@@ -82,21 +83,22 @@ def parse(name: str) -> Publication:
     if epoch > _MAX_NUMBER or step > _MAX_NUMBER:
         raise ValueError("a number above 2^64-1")
     spare = _SPARE_BITS.get(len(encoded) % 8)
-    bits = int(encoded.translate(_DIGITS), 32)
+    bits = int(encoded.encode("ascii").translate(_DIGITS), 32)
     if spare is None or bits & ((1 << spare) - 1):
         raise ValueError("not canonical base32")
     path = (bits >> spare).to_bytes(len(encoded) * 5 // 8, "big").decode("utf-8", "surrogateescape")
-    if _UNSAFE.search(path):
-        raise ValueError(f"path {path!r}: {unsafe(path)}")
+    reason = unsafe(path)
+    if reason:
+        raise ValueError(f"path {path!r}: {reason}")
     return Publication(int(epoch), int(step), path)
 
 
 def unsafe(path: str) -> str | None:
     """Why no publication may have this path; None if one may."""
     parts = path.split("/")
-    if _CONTROL.search(path):
+    if not path.isprintable() and _CONTROL.search(path):
         return "it has a control character"
-    if any(part in ("", ".", "..") for part in parts):
+    if not _NO_COMPONENT.isdisjoint(parts):
         return "it is not a plain relative path"
     if parts[0] in (PUB, PRUNE):
         return f"{parts[0]}/ is publishd's own"
@@ -134,17 +136,17 @@ class Read(NamedTuple):
 async def read(store: Store, folder: str = PUB) -> Read:
     """Everything in `pub/` (or `prune/`), from one fresh listing. Raises StoreError unless it is known to be complete."""
     entries = await list_fresh(store, folder) or []
+    entries.sort(key=itemgetter(0))
     found, invalid = [], []
     for name, kind, _ in entries:
         try:
             if kind is not Kind.FILE:
                 raise ValueError(f"a {kind.value}, not a regular file")
-            found.append((name, parse(name)))
+            found.append(parse(name))
         except ValueError as error:
             which = f"{store.root}/{folder}/{name}"
             invalid.append(InvalidEntry("not a publication", which, str(error), "move it away if it is not publishd's"))
-    found.sort()
-    return Read([publication for _, publication in found], sorted(invalid, key=str))
+    return Read(found, invalid)
 
 
 async def published(store: Store) -> list[Publication]:

@@ -114,7 +114,7 @@ class Store(Protocol):
     async def locate(self, save: str) -> str:
         """The key of a save as a person names it; the part below the root is taken as written.
 
-        Raises UsageError where it does not lie below the root.
+        Raises NotPublished where it does not lie below the root.
         """
         ...
 

@@ -22,6 +22,7 @@ from publishd.errors import (
     NotAFile,
     NotAFolder,
     NotFound,
+    NotPublished,
     StoreError,
     SyncFailed,
     TooLarge,
@@ -196,7 +197,7 @@ class PosixStore:
                 ancestor = os.stat("/" + "/".join(parts[:depth]))
                 if (ancestor.st_dev, ancestor.st_ino) == (root.st_dev, root.st_ino):
                     return "/".join(parts[depth:])
-        raise UsageError("bad save", save, f"it does not lie below the checkpoint root {self._path('')}")
+        raise NotPublished("cannot publish", save, f"it does not lie below the checkpoint root {self._path('')}")
 
     # Creating, moving, deleting: from a descriptor of the root, following no link below it
 
