@@ -27,10 +27,11 @@ IN_PROCESS_LIMIT = 64 << 20
 """Bytes of marker decoded in this process; a larger one is decoded in a child of its own."""
 
 _CHILD_SECONDS = 600
-# The child ignores SIGTERM, which schedulers send to everybody, and prints a JSON string where the marker is not as it should be.
+# The child ignores what terminals and schedulers send to everybody: its parent decides what to finish.
 _CHILD = """
 import json, signal, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
 try:
     state = json.load(sys.stdin.buffer)
 except (ValueError, RecursionError, MemoryError) as error:

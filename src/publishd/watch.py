@@ -264,9 +264,9 @@ class Watcher:
         except StoreError as error:
             self._retry(save, str(error))
         else:
-            self._created[publication] = save
-            if not created:
-                del self._created[publication]
+            if created:
+                self._created[publication] = save
+            else:
                 self._settle(save)
                 log.info("already published: %s", self._path(save))
 
