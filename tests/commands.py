@@ -139,6 +139,8 @@ class Watch:
         **options: Any,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._make_save = root.hf if framework == "hf" else root.dcp
+        self._root, self._scans = root, 0
         arguments = ["watch", "-checkpoint", str(root.path), "-framework", framework, "-interval", interval, *flags]
         self.process = subprocess.Popen(
             [*prefix, PUBLISHD, *arguments],
@@ -179,6 +181,13 @@ class Watch:
     def watching(self) -> Self:
         """Wait until it has begun."""
         return self.says("watching: ")
+
+    def scanned(self) -> Self:
+        """Wait for a whole scan that begins after this call: until a save older than all others (step 1, 2 …) is published."""
+        self._scans += 1
+        self._make_save(self._scans)
+        eventually(lambda: self._scans in self._root.steps, f"a scan (it says: {self.log})")
+        return self
 
     def send(self, number: int = signal.SIGTERM) -> Self:
         self.process.send_signal(number)
@@ -274,3 +283,78 @@ class Root:
         """What resolve prints, without the newline and the root; it must succeed."""
         out = self.run("resolve").succeeded().out.decode("utf-8", "surrogateescape")
         return os.path.relpath(out.removesuffix("\n"), self.path) if out else ""
+
+
+JOB_SCRIPT = Path(__file__).parent.parent / "examples" / "job.sh"
+STAND_IN = JOB_SCRIPT.with_name("train.py")
+
+
+class Job:
+    """The job script as one execution, with `trainer` as its train.py. Leaving the `with` block kills what still runs of it."""
+
+    def __init__(
+        self, root: Root, trainer: Path = STAND_IN, *, script: Path = JOB_SCRIPT, epoch: int = EPOCH, **changes: str
+    ) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
+        self._folder = tempfile.TemporaryDirectory()
+        Path(self._folder.name, "train.py").symlink_to(trainer)
+        execution = {"CKPT": str(root.path), "DISPATCH_ATTEMPT": root.attempt, "DISPATCH_EPOCH": str(epoch)}
+        self.process = subprocess.Popen(
+            ["bash", str(script)],
+            env=environment(**execution, PATH=f"{BIN}:{os.environ['PATH']}", **changes),
+            cwd=self._folder.name,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nothing of it runs any more
+        self.process.communicate()
+        self._log.close()
+        self._folder.cleanup()
+
+    @property
+    def log(self) -> str:
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode("utf-8", "backslashreplace")
+
+    def child(self, argument: str) -> int:
+        """Wait until the script has started a program with this argument, and return its process."""
+
+        def find() -> int:
+            assert self.process.poll() is None, f"it ended ({self.process.returncode}):\n{self.log}"
+            return next((pid for pid in _children(self.process.pid) if argument in _arguments(pid)), 0)
+
+        found = eventually(find, f"a child with {argument}", 60)
+        assert isinstance(found, int)
+        return found
+
+    def ended(self, seconds: float = 60) -> Ran:
+        out, _ = self.process.communicate(timeout=seconds)
+        return Ran(self.process.returncode, out, self.log.encode())
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "stat").read_text("utf-8", "replace")
+        except OSError:
+            continue  # it has just ended
+        if int(status.rpartition(")")[2].split()[1]) == pid:
+            found.append(int(folder.name))
+    return found
+
+
+def _arguments(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "surrogateescape").split("\0")
+    except OSError:
+        return []
