@@ -17,9 +17,9 @@ from publishd.errors import (
     NotAFile,
     NotAFolder,
     NotFound,
+    NotPublished,
     StoreError,
     TooLarge,
-    UsageError,
 )
 from publishd.stores import PRUNE, PUB, Kind, list_fresh
 
@@ -521,7 +521,7 @@ class StoreContract:
         """Neither the root itself nor a neighbour whose name begins like it has a key."""
         await self.raw_save()
         for save in (store.root, f"{store.root}2/{SAVE}", "/nowhere/checkpoint-5"):
-            with pytest.raises(UsageError):
+            with pytest.raises(NotPublished):
                 await store.locate(save)
 
     async def test_the_root_has_no_trailing_slash(self, store: Store) -> None:

@@ -18,10 +18,10 @@ from publishd.errors import (
     NotAFile,
     NotAFolder,
     NotFound,
+    NotPublished,
     StoreError,
     TooLarge,
     Unavailable,
-    UsageError,
 )
 from publishd.stores import Entry, Kind
 
@@ -69,6 +69,11 @@ class MemoryStore:
         for gone in [known for known in self.contents if known == key or known.startswith(f"{key}/")]:
             del self.contents[gone]
         self._forget_inodes()
+
+    def replace(self, key: str, content: bytes | Kind = b"") -> None:
+        """Put a file where anything, a folder included, may stand."""
+        self.remove(key)
+        self.write(key, content)
 
     def names(self, folder: str) -> builtins.list[str]:
         """The names of the folder's children, sorted; none where there is no folder."""
@@ -162,7 +167,7 @@ class MemoryStore:
         await asyncio.sleep(0)
         key = save.removeprefix(f"{self.root}/").strip("/")
         if not save.startswith(f"{self.root}/") or not key:
-            raise UsageError("bad save", save, f"it does not lie below the checkpoint root {self.root}")
+            raise NotPublished("cannot publish", save, f"it does not lie below the checkpoint root {self.root}")
         return key
 
     async def name_limit(self) -> int:
