@@ -48,9 +48,15 @@ static int told_fd(const char *call, int fd) {
 #define MODE va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest)
 
 #define OPEN(name) \
-    int name(const char *path, int flags, ...) { MODE; return told("open", path) ? -1 : REAL(name, path, flags, mode); }
+    int name(const char *path, int flags, ...) { \
+        MODE; \
+        return told("open", path) ? -1 : REAL(name, path, flags, mode); \
+    }
 #define OPENAT(name) \
-    int name(int at, const char *path, int flags, ...) { MODE; return told("open", path) ? -1 : REAL(name, at, path, flags, mode); }
+    int name(int at, const char *path, int flags, ...) { \
+        MODE; \
+        return told("open", path) ? -1 : REAL(name, at, path, flags, mode); \
+    }
 
 OPEN(open)
 OPEN(open64)
