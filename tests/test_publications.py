@@ -32,7 +32,9 @@ from publishd.publications import (
 from publishd.stores import PRUNE, PUB, Kind, list_fresh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
+
+    from fakes import Effect
 
 EXECUTION = "exec/1.4101.0"
 SAVE = f"{EXECUTION}/checkpoint-500"
@@ -458,10 +460,12 @@ async def test_an_entry_is_taken_back_if_a_record_around_it_appeared(memory: Mem
 
 
 @pytest.mark.parametrize("moment", [before, after])
-async def test_an_entry_is_taken_back_if_the_save_is_gone(memory: MemoryStore, moment: Callable[..., object]) -> None:
+async def test_an_entry_is_taken_back_if_the_save_is_gone(
+    memory: MemoryStore, moment: Callable[[Callable[[], object]], Effect]
+) -> None:
     """A save that vanished while it was being published is not published (rule 5)."""
     effect = moment(lambda: memory.remove(SAVE))
-    store = FaultyStore(memory, [("create", "pub/*", effect)])  # type: ignore[list-item]
+    store = FaultyStore(memory, [("create", "pub/*", effect)])
     with pytest.raises(NotPublished, match=f"{SAVE}.*gone"):
         await publish(store, PUBLICATION)
     assert memory.names(PUB) == []
@@ -556,7 +560,7 @@ async def test_published_is_in_order_latest_last(memory: MemoryStore) -> None:
     assert await published(memory) == sorted(made, key=lambda publication: publication.name)
 
 
-RESOLVING: dict[str, Callable[[FaultyStore], object]] = {
+RESOLVING: dict[str, Callable[[FaultyStore], Awaitable[object]]] = {
     "resolve": resolve,
     "verify": lambda store: resolve_verified(store, lambda *_: None),
     "list": published,
@@ -573,7 +577,7 @@ async def test_any_doubt_about_the_listing_is_an_error(command: str, error: type
     published_hf(memory, 500)
     store = FaultyStore(memory, script)
     with pytest.raises(error):
-        await RESOLVING[command](store)  # type: ignore[misc]
+        await RESOLVING[command](store)
 
 
 @pytest.mark.parametrize("command", ["resolve", "verify"])
@@ -584,7 +588,7 @@ async def test_any_doubt_about_the_save_is_an_error(command: str, pattern: str, 
     memory = MemoryStore()
     published_hf(memory, 500)
     with pytest.raises(error):
-        await RESOLVING[command](FaultyStore(memory, [("list", pattern, fails(error))]))  # type: ignore[misc]
+        await RESOLVING[command](FaultyStore(memory, [("list", pattern, fails(error))]))
 
 
 @pytest.mark.parametrize("command", RESOLVING)
@@ -592,7 +596,7 @@ async def test_a_missing_root_is_an_error(command: str) -> None:
     """A root that is not there is not "nothing yet" (rule 6)."""
     store = FaultyStore(MemoryStore(), [("list", "", fails(NotFound))])
     with pytest.raises(NotFound):
-        await RESOLVING[command](store)  # type: ignore[misc]
+        await RESOLVING[command](store)
 
 
 async def test_a_missing_pub_is_believed_only_if_the_root_lacks_it(memory: MemoryStore) -> None:
@@ -623,7 +627,7 @@ async def test_resolving_changes_nothing(memory: MemoryStore, command: str) -> N
     """Only listings and reads are made (rule 6)."""
     published_hf(memory, 400, 500)
     store, contents = FaultyStore(memory), dict(memory.contents)
-    await RESOLVING[command](store)  # type: ignore[misc]
+    await RESOLVING[command](store)
     assert {operation for operation, _ in store.calls} <= {"list", "read"}
     assert memory.contents == contents
 
@@ -649,7 +653,7 @@ async def test_what_is_no_entry_stops_resolve_and_is_named(command: str, stray: 
     published_hf(memory, 500)
     memory.write(f"{PUB}/{stray}", content)
     with pytest.raises(InvalidEntry, match="/memory/pub/"):
-        await RESOLVING[command](FaultyStore(memory))  # type: ignore[misc]
+        await RESOLVING[command](FaultyStore(memory))
 
 
 async def test_reading_gives_the_good_beside_the_bad(memory: MemoryStore) -> None:
