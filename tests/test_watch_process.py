@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -710,3 +711,41 @@ def test_rule_14_a_scan_of_settled_saves_is_one_listing(root: Root, tmp_path: Pa
     assert set(one_scan) <= {"openat", "getdents64", "newfstatat"}
     assert not re.search(r'"[^"]*checkpoint-\d', "\n".join(lines))
     assert resident <= 40_000, resident
+
+
+TEN_THOUSAND_SCANS = """
+import asyncio, sys, uvloop
+from publishd.frameworks import FRAMEWORKS
+from publishd.stores.posix import PosixStore
+from publishd.watch import Watcher, WatchOptions
+
+class Counted(PosixStore):
+    scans = 0
+
+    async def list(self, folder):
+        if folder == "exec/1.4101.0":
+            self.scans += 1
+            if self.scans in (1000, 10_000):
+                print(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1])
+            if self.scans == 10_000:
+                stop.set()
+        return await super().list(folder)
+
+async def watch():
+    global stop
+    stop = asyncio.Event()
+    options = WatchOptions("1.4101.0", 1, interval=1e-6)
+    await Watcher(Counted(sys.argv[1]), FRAMEWORKS["hf"], options, stop).run()
+
+uvloop.run(watch())
+"""
+
+
+def test_ten_thousand_scans_take_no_more_memory_than_one_thousand(root: Root) -> None:
+    """With settled and incomplete saves in its folder the watch keeps nothing of what it has seen."""
+    settled(root, 50)
+    (root.hf(100) / "trainer_state.json").write_text("{")
+    (root.hf(101) / "trainer_state.json").unlink()
+    command = [sys.executable, "-c", TEN_THOUSAND_SCANS, str(root.path)]
+    early, late = subprocess.run(command, capture_output=True, check=True, timeout=100).stdout.split()
+    assert int(late) - int(early) < 1000, (early, late)
