@@ -486,12 +486,14 @@ def test_a_path_too_long_for_the_store_is_refused_with_the_limit(root: Root) -> 
 
 @pytest.mark.parametrize("recorded", ["s", "s/inner", "."])
 def test_a_save_that_a_prune_is_removing_is_not_published(root: Root, recorded: str) -> None:
-    """Rule 5: a record that names it, something inside it or something around it: exit 1, no entry."""
+    """Rule 5: a record that names it, something inside it or something around it: exit 1, no entry, not for a moment."""
     save = root.execution / "around" / "s"
     (save / "inner").mkdir(parents=True)
     name = root.publish(os.path.normpath(save.parent / recorded), 1)
     (root.path / "pub" / name).rename(root.path / "prune" / name)
+    changed = (root.path / "pub").stat().st_mtime_ns
     unchanged_by(root, "publish", save, "5").failed(str(save), "prune")
+    assert (root.path / "pub").stat().st_mtime_ns == changed
 
 
 @pytest.mark.parametrize("loss", ["gone", "recorded"])

@@ -159,6 +159,8 @@ class History:
                 assert (self.root.path / path / "weights").exists()
             elif finished and not needed and any(entry.path == path for entry in doomed):
                 assert not (self.root.path / path).exists()
+        for lost in doomed - entries - records:
+            assert not self.there(lost.path) or any(touching(entry.path, lost.path) for entry in entries)
         if finished:
             assert (entries, records) == (kept, set())
         self.entries, self.records = entries, records
@@ -169,6 +171,7 @@ class History:
         latest = max(self.entries, key=by_name, default=None)
         try:
             assert await resolve(self.store) == latest
+            assert latest is None or self.there(latest.path)
         except NotPublished:
             assert latest is not None
             assert not self.there(latest.path)

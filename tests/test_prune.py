@@ -448,6 +448,22 @@ def test_b31_prunes_deleters_and_a_watch_at_once(root: Root) -> None:
     assert len(os.listdir(root.execution / "checkpoint-200")) == 22
 
 
+def test_a_link_swapped_in_meanwhile_leads_nowhere(root: Root, tmp_path: Path) -> None:
+    """Rule 11: the execution's folder becomes a link to elsewhere just before the save is removed: elsewhere is whole."""
+    published_saves(root, 1, 2)
+    outside = Root(tmp_path / "outside")
+    shutil.copytree(root.execution, outside.path)
+    whole = outside.tree()
+
+    def swap() -> None:
+        root.execution.rename(tmp_path / "aside")
+        root.execution.symlink_to(outside.path)
+
+    result = pruned(root, ("delete", "*/trainer_state.json", before(swap)))
+    assert (result.removed, result.failed, len(root.records)) == ([], [], 1)
+    assert outside.tree() == whole
+
+
 # What can't be deleted
 
 
