@@ -595,6 +595,22 @@ def test_without_room_for_a_record_the_fresh_test_still_holds(root: Root) -> Non
     assert (root.steps, saves(root)) == ([8], ["checkpoint-1"])
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_victims_do_not_protect_each_other(root: Root, full: bool) -> None:
+    """Rule 12: an outer save goes although the publication of one inside still stands: that is a victim too."""
+    outer = root.execution / "outer"
+    (outer / "inner").mkdir(parents=True)
+    root.publish(outer / "inner", 2)
+    root.publish(root.hf(3), 3)
+    if full:
+        root.publish(outer, 1)
+        pruned(root, ("move", "*", fails(NoSpace)), ("move", "*", fails(NoSpace)))
+    else:
+        record(root, outer, 1)
+        pruned(root)
+    assert (root.steps, root.records, saves(root)) == ([3], [], ["checkpoint-3"])
+
+
 def test_a_publisher_that_meets_a_prune_never_publishes_a_removed_save(root: Root) -> None:
     """Rules 5 and 12: prunes and publishers of the same saves at once; afterwards no entry names a save that is not there."""
     published_saves(root, *range(1, 13))
