@@ -622,6 +622,13 @@ def test_rule_17_the_folder_may_come_later(root: Root) -> None:
         watch.stop().succeeded(b"")
 
 
+def test_rule_17_a_folder_that_never_came_is_no_failure(root: Root) -> None:
+    """A training that ended before it made its folder left nothing to publish: exit 0 at once, and no complaint."""
+    root.execution.rmdir()
+    ended = root.run("watch", "-framework", "hf", "-once", timeout=15).succeeded(b"")
+    ended.said_one_line("watching: ")
+
+
 def test_rule_17_the_folder_may_be_a_link(root: Root, tmp_path: Path) -> None:
     """Saves below a linked folder are published under the path that the trainer uses."""
     root.execution.rmdir()
