@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from publishd import __version__
 from publishd.errors import PublishdError, UsageError
-from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, unsigned
+from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, quotable, unsigned
 from publishd.frameworks import FRAMEWORKS
 from publishd.log import to_stderr
 from publishd.publications import Publication, present, publish, published, resolve, resolve_verified, unsafe
@@ -268,6 +268,8 @@ def _options(command: Command, argv: list[str]) -> Options:
         _from_environment(values, "epoch", "DISPATCH_EPOCH", unsigned)
     if command.arguments:
         values["save"] = positional[0]
+        if not positional[0]:
+            raise UsageError("bad argument", "SAVE", "must not be empty (is the variable it comes from set?)")
         try:
             values["step"] = unsigned(positional[1])
         except ValueError as error:
@@ -378,7 +380,10 @@ def _dispatch(argv: list[str], signals: Signals) -> int:
             _answer([f"publishd {__version__}"])
         else:
             raise UsageError(
-                "unknown command" if name else "missing command", name, f"there are {', '.join(COMMANDS)}", "see publishd --help"
+                "unknown command" if name else "missing command",
+                quotable(name),
+                f"there are {', '.join(COMMANDS)}",
+                "see publishd --help",
             )
     except PublishdError as error:
         log.error("%s", error)

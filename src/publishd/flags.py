@@ -47,7 +47,7 @@ def parse_flags(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, A
         name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
         flag = known.get(name)
         if flag is None:
-            raise UsageError("unknown flag", f"-{name}", "this command has none of that name", "see --help")
+            raise UsageError("unknown flag", quotable(f"-{name}"), "this command has none of that name", "see --help")
         values[name] = _value(flag, value if equals else None, rest)
     missing = next((flag.name for flag in flags if flag.required and flag.name not in values), None)
     if missing:
@@ -68,6 +68,11 @@ def _value(flag: Flag, value: str | None, rest: list[str]) -> Any:
         return flag.parse(value)
     except ValueError as error:
         raise UsageError("bad flag", f"-{flag.name}", str(error)) from None
+
+
+def quotable(word: str) -> str:
+    """A mistyped word if it is nothing but letters and dashes; else nothing, because it may hold a secret."""
+    return word if re.fullmatch("[A-Za-z-]{1,20}", word, re.ASCII) else ""
 
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
@@ -100,7 +105,7 @@ def unsigned(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number of at least 1. Raises ValueError."""
-    if not re.fullmatch("[1-9][0-9]{0,17}", text, re.ASCII):
+    if not re.fullmatch("[1-9][0-9]{0,99}", text, re.ASCII):
         raise ValueError("must be a whole number of at least 1")
     return int(text)
 

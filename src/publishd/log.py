@@ -23,7 +23,7 @@ class StderrHandler(logging.Handler):
 
     def __init__(self, command: str, *, threaded: bool) -> None:
         super().__init__(logging.INFO)
-        self._prefix = f"publishd {command}: "
+        self._prefix = f"publishd {command}: " if command else "publishd: "
         self._lines: queue.Queue[bytes | None] | None = None
         if threaded:
             self._lines = queue.Queue(_QUEUED_LINES)

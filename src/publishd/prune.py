@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from publishd.errors import InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError
 from publishd.frameworks import FRAMEWORKS
-from publishd.publications import Publication, Saves, present, published, read
+from publishd.publications import GONE, Publication, Saves, present, published, read
 from publishd.stores import PRUNE
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ async def propose(store: Store, keep: int, note: Note) -> Plan:
     publications = await published(store)
     wanted = plan(publications, await present(store, publications), keep)
     for publication in wanted.gone:
-        note("not counted", f"{store.root}/{publication.path}", "it was published, but it is gone")
+        note("not counted", f"{store.root}/{publication.path}", GONE)
     return wanted
 
 

@@ -182,23 +182,27 @@ async def resolve(store: Store) -> Publication | None:
 
     Raises StoreError or InvalidEntry at any doubt, NotPublished where the save is gone or torn.
     """
-    latest = await _latest(store)
-    if latest and not await present(store, [latest]):
-        latest = await _latest(store)  # a prune may have run between the two listings
-        if latest and not await present(store, [latest]):
-            raise NotPublished("cannot resume", f"{store.root}/{latest.path}", "it was published, but it is gone", _VERIFY)
-    if latest:
-        torn = await unfinished(store, framework_of(latest.path), latest.path)
-        if torn:
-            raise NotPublished("cannot resume", f"{store.root}/{latest.path}", torn, _VERIFY)
-    return latest
+    for last_try in (False, True):  # a prune may have run between the listing of pub/ and the look at the save
+        latest = next(reversed(await published(store)), None)
+        flaw = await _flaw(store, latest) if latest else None
+        if latest is None or flaw is None:
+            return latest
+        if last_try:
+            raise NotPublished("cannot resume", f"{store.root}/{latest.path}", flaw, "resolve -verify looks for an older one")
+    raise AssertionError  # the loop returns or raises
 
 
-async def _latest(store: Store) -> Publication | None:
-    return next(reversed(await published(store)), None)
+async def _flaw(store: Store, publication: Publication) -> str | None:
+    """Why nobody should resume from this save, as far as one listing of its folder and one of itself can tell."""
+    if not await present(store, [publication]):
+        return GONE
+    try:
+        return await unfinished(store, framework_of(publication.path), publication.path)
+    except NotFound:
+        return GONE
 
 
-_VERIFY = "resolve -verify looks for an older one"
+GONE = "it was published, but it is gone"
 
 
 async def resolve_verified(store: Store, passed_over: Callable[[Publication, str], None]) -> Publication | None:
@@ -219,17 +223,17 @@ async def resolve_verified(store: Store, passed_over: Callable[[Publication, str
 
 
 async def _unusable(store: Store, publication: Publication) -> str | None:
-    if not await present(store, [publication]):
-        return "it is gone"
     framework = framework_of(publication.path)
     if framework is None:
-        return None
+        return await _flaw(store, publication)
+    if not await present(store, [publication]):
+        return GONE
     try:
         return await incomplete(store, framework, publication.path)
     except NotAFolder:
         return "it is not a folder"
     except NotFound:
-        return "it is gone"
+        return GONE
 
 
 # Publishing

@@ -53,7 +53,8 @@ class _Save:
     step: int
     reason: str = ""
     """Why it is not published, as last seen."""
-    complete: bool = False
+    complete: bool | None = None
+    """As judged at the last scan; None where that could not be seen."""
     queued: bool = False
     hopeless: bool = False
     """Complete, but never to be published by this watch."""
@@ -122,12 +123,12 @@ class Watcher:
 
     async def _scan(self, *, last: bool = False) -> bool:
         """Look at the execution's folder once; False if something could not be seen, which is said once."""
-        trouble = ""
+        trouble, seen = "", False
         try:
             if not self._begun:
                 await self._begin()
             await self._confirm()
-            trouble = await self._look(last=last)
+            seen = await self._look(last=last)
         except StoreError as error:
             trouble = str(error)
         if trouble and trouble != self._trouble:
@@ -135,7 +136,7 @@ class Watcher:
         elif self._trouble and not trouble:
             log.info("can be seen again: %s", self._path())
         self._trouble = trouble
-        return not trouble
+        return seen
 
     async def _begin(self) -> None:
         """What is asked once, before the first listing: whether names fit, and what was published before."""
@@ -178,10 +179,10 @@ class Watcher:
         """The names of this execution's saves that are published, at whatever step and epoch."""
         return {publication.path[len(self._folder) + 1 :] for publication in self._own(published)}
 
-    async def _look(self, *, last: bool) -> str:
-        """List the folder, judge what is not settled, newest first, and queue what is complete. What could not be seen."""
+    async def _look(self, *, last: bool) -> bool:
+        """List the folder, judge what is not settled, newest first, and queue what is complete; False if one can't be judged."""
         entries = await list_fresh(self._store, self._folder) or []
-        trouble = ""
+        seen = True
         names: set[str] | None = None
         for save in self._unsettled(entries):
             if self._stopping and not last:
@@ -191,14 +192,15 @@ class Watcher:
                 if save.complete and names is None:
                     names = self._names(await self._read_pub())
             except StoreError as error:
-                trouble = str(error)
+                seen, save.complete = False, None
+                self._retry(save, f"{error} (trying again at every scan)")
                 continue
             if names is not None and save.name in names:
                 self._settle(save)
             elif save.complete:
                 save.queued = True
                 self._queue.put_nowait((-save.step, next(self._tickets), save))
-        return trouble
+        return seen
 
     def _unsettled(self, entries: list[Entry]) -> list[_Save]:
         """The saves to judge, newest first; whatever the listing does not show is forgotten."""
@@ -213,7 +215,7 @@ class Watcher:
             known = self._saves.get(name)
             saves[name] = known if known and known.inode == inode else _Save(name, inode, step)
             if kind is Kind.LINK:
-                saves[name].hopeless = True
+                saves[name].hopeless, saves[name].complete = True, False
                 saves[name].reason = "it is a symbolic link (publish it by hand if it is a save)"
                 self._say(saves[name], saves[name].reason)
         if entries:
@@ -354,20 +356,20 @@ class Watcher:
         while True:
             seen = await self._scan(last=True)
             await self._queue.join()
-            again = [save for save in self._saves.values() if save.complete and not save.hopeless]
+            again = [save for save in self._saves.values() if save.complete is not False and not save.hopeless]
             if seen and not again and not self._created:
                 return
             await asyncio.sleep(_RETRY_INTERVAL)
 
     def _report(self, *, in_time: bool) -> bool:
         """Name what is left; True if none of it is known to be complete."""
-        drained = in_time and not self._trouble
+        drained = in_time
         if not drained:
             log.error("time ran out after %g s%s", self._options.drain, f": {self._trouble}" if self._trouble else "")
         for save in self._saves.values():
-            if save.complete:
+            if save.complete is False:
+                log.info("left as it is: %s: not complete: %s", self._path(save), save.reason)
+            else:
                 drained = False
                 log.error("not published: %s: %s", self._path(save), save.reason or "time ran out")
-            else:
-                log.info("left as it is: %s: not complete: %s", self._path(save), save.reason)
         return drained

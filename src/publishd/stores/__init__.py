@@ -157,6 +157,12 @@ async def list_fresh(store: Store, folder: str) -> builtins.list[Entry] | None:
         if not parent:
             raise
         return None
-    if siblings is None or all(entry.name != name for entry in siblings):
+    entry = next((entry for entry in siblings or () if entry.name == name), None)
+    if entry is None:
         return None
-    return await store.list(folder)
+    try:
+        return await store.list(folder)
+    except NotFound:
+        if entry.kind is Kind.LINK:
+            return None  # it leads nowhere
+        raise

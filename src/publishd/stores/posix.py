@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from publishd.errors import (
     AlreadyExists,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PIECE = 1 << 20
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FOLDERS = 64
 # Some file systems have no fsync for a folder; any other failure of it is one (fsync(2), cockroachdb/cockroach#60477).
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 # Object stores behind FUSE have no rename, and pub/ and prune/ may lie on two metadata servers.
@@ -66,9 +68,13 @@ def absolute(root: str) -> str:
     Raises UsageError where the current folder, which a relative root needs, is gone.
     """
     try:
-        return os.path.join(os.getcwd(), root).rstrip("/")
+        return _from_current_folder(root).rstrip("/")
     except OSError as error:
         raise UsageError("bad flag", "-checkpoint", f"the current folder is gone: {error.strerror}") from error
+
+
+def _from_current_folder(path: str) -> str:
+    return path if path.startswith("/") else os.path.join(os.getcwd(), path)
 
 
 def _translate(what: str, path: str, error: OSError) -> StoreError:
@@ -91,6 +97,7 @@ class PosixStore:
     def __init__(self, root: str, *, sync: bool = True) -> None:
         self.root = root
         self._sync_wanted = sync
+        self._closing: set[asyncio.Future[None]] = set()
 
     async def list(self, folder: str) -> list[Entry]:
         return await asyncio.to_thread(self._list, folder)
@@ -170,10 +177,18 @@ class PosixStore:
         path = self._path(key)
         with _translated("cannot read", path):
             file = await aiofiles.open(path, "rb", opener=_guard(limit))
+        cancelled = False
         try:
             yield file
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
         finally:
-            await file.close()
+            closing = asyncio.ensure_future(file.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            if not cancelled:  # a read that hangs holds the file, and closing waits for it: nobody else may
+                await closing
 
     def _name_limit(self) -> int:
         """PC_NAME_MAX of `pub/`, or of the root as long as there is no `pub/`."""
@@ -191,7 +206,7 @@ class PosixStore:
         with _translated("cannot use the root", self._path("")):
             root = os.stat(self._path(""))
         with _translated("cannot find the save", save):
-            parts = [part for part in os.path.join(os.getcwd(), save).split("/") if part not in ("", ".")]
+            parts = [part for part in _from_current_folder(save).split("/") if part not in ("", ".")]
         for depth in range(len(parts) - 1, -1, -1):
             with contextlib.suppress(OSError):
                 ancestor = os.stat("/" + "/".join(parts[:depth]))
@@ -201,92 +216,92 @@ class PosixStore:
 
     # Creating, moving, deleting: from a descriptor of the root, following no link below it
 
-    @contextlib.contextmanager
-    def _parent(self, key: str, what: str, *, make: bool = False) -> Iterator[tuple[int, str, int]]:
-        """A descriptor of the key's folder, the key's last component, and the root's device."""
+    def _enter(self, key: str, what: str, *, make: bool = False) -> _Place:
+        """Open the folder that holds the key. Raises NotFound or NotAFolder where that is missing, Linked at a link."""
         *folders, name = key.split("/")
-        with _translated(what, self._path("")):
-            fd = os.open(self._path(""), _FOLDER)
+        try:
+            with _translated(what, self._path("")):
+                place = _Place(os.open(self._path(""), _FOLDER), name)
+        except NotFound as error:
+            raise Unavailable(what, self._path(""), f"the root is gone: {error.cause}") from error
         path = self.root
         try:
-            device = os.fstat(fd).st_dev
+            device = os.fstat(place.fd).st_dev
             for folder in folders:
                 path = f"{path}/{folder}"
                 with _translated(what, path):
-                    below = _step_down(fd, folder, path, make=make, sync=self._sync_wanted)
-                os.close(fd)
-                fd = below
-                if os.fstat(fd).st_dev != device:
+                    place.replace(_step_down(place.fd, folder, path, make=make, sync=self._sync_wanted))
+                if os.fstat(place.fd).st_dev != device:
                     raise Denied(what, path, "another file system is mounted here")
-            with _translated(what, self._path(key)):
-                yield fd, name, device
-        finally:
-            os.close(fd)
+        except BaseException:
+            place.close()
+            raise
+        return place
 
     def _create(self, key: str) -> None:
-        with self._parent(key, "cannot create", make=True) as (folder, name, _):
+        path = self._path(key)
+        with self._enter(key, "cannot create", make=True) as folder, _translated("cannot create", path):
             try:
-                fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+                fd = os.open(folder.name, _NEW_FILE | os.O_EXCL, 0o666, dir_fd=folder.fd)
             except FileExistsError:
                 # Whoever created it may have died before it was durable.
                 if self._sync_wanted:
-                    _sync_folder(folder, self._path(PUB))
+                    _sync_folder(folder.fd, os.path.dirname(path))
                 raise
             try:
                 try:
                     if self._sync_wanted:
-                        _sync_file(fd, self._path(key))
+                        _sync_file(fd, path)
                 finally:
                     os.close(fd)
                 if self._sync_wanted:
-                    _sync_folder(folder, os.path.dirname(self._path(key)))
+                    _sync_folder(folder.fd, os.path.dirname(path))
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=folder)
+                    os.unlink(folder.name, dir_fd=folder.fd)
                 raise
 
     def _move(self, key: str, to: str) -> None:
         with (
-            self._parent(to, "cannot record", make=True) as (new_folder, new_name, _),
-            self._parent(key, "cannot withdraw") as (old_folder, old_name, _),
+            self._enter(to, "cannot record", make=True) as new,
+            self._enter(key, "cannot withdraw") as old,
+            _translated("cannot withdraw", self._path(key)),
         ):
             try:
-                os.rename(old_name, new_name, src_dir_fd=old_folder, dst_dir_fd=new_folder)
+                os.rename(old.name, new.name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
             except FileNotFoundError:
                 # A rename whose answer was lost is sent again by NFS, and then finds nothing (measured on ganesha).
-                if not _stands(new_name, new_folder):
+                if not new.is_taken():
                     raise
             except OSError as error:
                 if error.errno not in _NO_RENAME:
                     raise
-                os.stat(old_name, dir_fd=old_folder, follow_symlinks=False)
-                os.close(os.open(new_name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=new_folder))
-                os.unlink(old_name, dir_fd=old_folder)
+                os.stat(old.name, dir_fd=old.fd, follow_symlinks=False)
+                os.close(os.open(new.name, _NEW_FILE, 0o666, dir_fd=new.fd))
+                os.unlink(old.name, dir_fd=old.fd)
 
     def _delete(self, key: str) -> None:
-        with (
-            contextlib.suppress(NotFound, NotAFolder),
-            self._parent(key, "cannot delete") as (folder, name, _),
-        ):
-            os.unlink(name, dir_fd=folder)
+        try:
+            place = self._enter(key, "cannot delete")
+        except (NotFound, NotAFolder):
+            return
+        with place, _translated("cannot delete", self._path(key)), contextlib.suppress(FileNotFoundError):
+            os.unlink(place.name, dir_fd=place.fd)
 
     def _delete_tree(self, key: str) -> None:
-        with (
-            contextlib.suppress(NotFound, NotAFolder),
-            self._parent(key, "cannot delete") as (parent, name, device),
-        ):
-            mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-            if stat.S_ISLNK(mode):
-                raise Linked("cannot delete", self._path(key), "it is a symbolic link")
-            if not stat.S_ISDIR(mode):
-                os.unlink(name, dir_fd=parent)
-                return
-            for inside in _folders_bottom_up(parent, name, self._path(key), "cannot delete", device):
-                for child in inside.others:
-                    with _translated("cannot delete", f"{inside.path}/{child.name}"), contextlib.suppress(FileNotFoundError):
-                        os.unlink(child.name, dir_fd=inside.fd)
-                with _translated("cannot delete", inside.path), contextlib.suppress(FileNotFoundError):
-                    os.rmdir(inside.name, dir_fd=inside.parent)
+        path = self._path(key)
+        try:
+            place = self._enter(key, "cannot delete")
+        except (NotFound, NotAFolder):
+            return
+        with place, _translated("cannot delete", path), contextlib.suppress(FileNotFoundError):
+            found = os.stat(place.name, dir_fd=place.fd, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                raise Linked("cannot delete", path, "it is a symbolic link")
+            if stat.S_ISDIR(found.st_mode):
+                _remove_folder(place, path)
+            else:
+                os.unlink(place.name, dir_fd=place.fd)
 
     # Durability
 
@@ -326,7 +341,12 @@ def _guard(limit: int | None) -> Callable[[str, int], int]:
     """An opener that neither waits for nor follows anything, and gives up what is not a regular file of at most `limit` bytes."""
 
     def opener(path: str, _flags: int) -> int:
-        fd = os.open(path, _FILE)
+        try:
+            fd = os.open(path, _FILE)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise NotAFile("cannot read", path, "not a regular file") from error
+            raise
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -341,12 +361,31 @@ def _guard(limit: int | None) -> Callable[[str, int], int]:
     return opener
 
 
-def _stands(name: str, folder: int) -> bool:
-    try:
-        os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
+class _Place:
+    """A descriptor of a folder and a name in it."""
+
+    def __init__(self, fd: int, name: str) -> None:
+        self.fd, self.name = fd, name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def replace(self, fd: int) -> None:
+        os.close(self.fd)
+        self.fd = fd
+
+    def is_taken(self) -> bool:
+        try:
+            os.stat(self.name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
 
 
 def _step_down(fd: int, name: str, path: str, *, make: bool, sync: bool) -> int:
@@ -372,31 +411,52 @@ def _step_down(fd: int, name: str, path: str, *, make: bool, sync: bool) -> int:
 class _Folder:
     """A folder met by `_folders_bottom_up`: its descriptor, its parent's, and its children that are not folders."""
 
-    def __init__(self, parent: int, name: str, path: str, fd: int) -> None:
-        self.parent, self.name, self.path, self.fd = parent, name, path, fd
+    def __init__(self, name: str, path: str, fd: int) -> None:
+        self.name, self.path, self.fd, self.parent = name, path, fd, -1
+        self.identity = _identity(fd)
         with os.scandir(fd) as scan:
             children = list(scan)
             self.folders = [child.name for child in children if child.is_dir(follow_symlinks=False)]
             self.others = [child for child in children if not child.is_dir(follow_symlinks=False)]
 
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
-def _folders_bottom_up(parent: int, name: str, path: str, what: str, device: int | None = None) -> Iterator[_Folder]:
+    def reopen(self, below: int) -> None:
+        """Open again, as the parent of a folder in it, what was closed on the way down."""
+        self.fd = os.open("..", _FOLDER, dir_fd=below)
+        if _identity(self.fd) != self.identity:
+            raise OSError(errno.ESTALE, "it was moved meanwhile")
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def _folders_bottom_up(parent: int, name: str, path: str, what: str, *, one_device: bool = False) -> Iterator[_Folder]:
     """Each folder from the deepest up to `name` itself, entered through descriptors only; no link is followed.
 
-    `device`: raise Denied at a folder on another one. A folder that vanished meanwhile is passed over.
+    `one_device`: raise Denied at a folder on another device than the parent's. A folder that vanished meanwhile is
+    passed over. However deep they are, not many are open at a time.
     """
+    device = os.fstat(parent).st_dev
     stack: list[_Folder] = []
 
     def enter(above: int, child: str, child_path: str) -> None:
         with _translated(what, child_path), contextlib.suppress(FileNotFoundError):
             fd = os.open(child, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
             try:
-                if device is not None and os.fstat(fd).st_dev != device:
+                if one_device and os.fstat(fd).st_dev != device:
                     raise Denied(what, child_path, "another file system is mounted here")
-                stack.append(_Folder(above, child, child_path, fd))
+                stack.append(_Folder(child, child_path, fd))
             except BaseException:
                 os.close(fd)
                 raise
+        if len(stack) > _OPEN_FOLDERS:
+            stack[-1 - _OPEN_FOLDERS].close()
 
     try:
         enter(parent, name, path)
@@ -405,12 +465,26 @@ def _folders_bottom_up(parent: int, name: str, path: str, what: str, device: int
             if top.folders:
                 child = top.folders.pop()
                 enter(top.fd, child, f"{top.path}/{child}")
-            else:
-                yield top
-                os.close(stack.pop().fd)
+                continue
+            above = stack[-2] if len(stack) > 1 else None
+            if above and above.fd < 0:
+                with _translated(what, above.path):
+                    above.reopen(top.fd)
+            top.parent = above.fd if above else parent
+            yield top
+            stack.pop().close()
     finally:
         for folder in stack:
-            os.close(folder.fd)
+            folder.close()
+
+
+def _remove_folder(place: _Place, path: str) -> None:
+    for inside in _folders_bottom_up(place.fd, place.name, path, "cannot delete", one_device=True):
+        for child in inside.others:
+            with _translated("cannot delete", f"{inside.path}/{child.name}"), contextlib.suppress(FileNotFoundError):
+                os.unlink(child.name, dir_fd=inside.fd)
+        with _translated("cannot delete", inside.path), contextlib.suppress(FileNotFoundError):
+            os.rmdir(inside.name, dir_fd=inside.parent)
 
 
 def _sync_tree(parent: int, name: str, path: str) -> None:
