@@ -12,54 +12,36 @@ import contextlib
 import errno
 import os
 import stat
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from publishd.errors import (
-    AlreadyExists,
     Denied,
     Linked,
-    NoSpace,
     NotAFile,
     NotAFolder,
     NotFound,
     NotPublished,
-    StoreError,
     SyncFailed,
     TooLarge,
     Unavailable,
     UsageError,
 )
 from publishd.stores import PRUNE, PUB, Entry, Kind
+from publishd.stores.descriptors import FOLDER, Place, folders_bottom_up, translated
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import AsyncGenerator, Callable, Iterator
+    from collections.abc import AsyncGenerator, Callable
 
     from aiofiles.threadpool.binary import AsyncBufferedReader
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _PIECE = 1 << 20
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FOLDERS = 64
 # Some file systems have no fsync for a folder; any other failure of it is one (fsync(2), cockroachdb/cockroach#60477).
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 # Object stores behind FUSE have no rename, and pub/ and prune/ may lie on two metadata servers.
 _NO_RENAME = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
-
-_ERRORS: dict[int, type[StoreError]] = {
-    errno.ENOENT: NotFound,
-    errno.EEXIST: AlreadyExists,
-    errno.ENOTDIR: NotAFolder,
-    errno.EISDIR: NotAFile,
-    errno.ENXIO: NotAFile,
-    errno.ELOOP: Linked,
-    errno.EACCES: Denied,
-    errno.EPERM: Denied,
-    errno.EROFS: Denied,
-    errno.ENOSPC: NoSpace,
-    errno.EDQUOT: NoSpace,
-}
 
 
 def absolute(root: str) -> str:
@@ -77,20 +59,6 @@ def _from_current_folder(path: str) -> str:
     return path if path.startswith("/") else os.path.join(os.getcwd(), path)
 
 
-def _translate(what: str, path: str, error: OSError) -> StoreError:
-    """The one place where errno becomes an error of ours; what it does not know is Unavailable."""
-    cause = error.strerror or str(error)
-    return _ERRORS.get(error.errno or 0, Unavailable)(what, path, cause)
-
-
-@contextlib.contextmanager
-def _translated(what: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _translate(what, path, error) from error
-
-
 class PosixStore:
     """See `publishd.stores.Store`; `root` is an absolute path."""
 
@@ -104,7 +72,7 @@ class PosixStore:
 
     async def read(self, key: str, limit: int) -> bytes:
         async with self._open(key, limit) as file:
-            with _translated("cannot read", self._path(key)):
+            with translated("cannot read", self._path(key)):
                 content = await file.read(limit + 1)
         if len(content) > limit:
             raise TooLarge("cannot read", self._path(key), f"larger than {limit} bytes")
@@ -112,7 +80,7 @@ class PosixStore:
 
     async def stream(self, key: str) -> AsyncGenerator[bytes, None]:
         async with self._open(key) as file:
-            with _translated("cannot read", self._path(key)):
+            with translated("cannot read", self._path(key)):
                 while piece := await file.read(_PIECE):
                     yield piece
 
@@ -149,7 +117,7 @@ class PosixStore:
     def _list(self, folder: str) -> builtins.list[Entry]:
         fd = self._open_folder(folder)
         try:
-            with _translated("cannot list", self._path(folder)), os.scandir(fd) as children:
+            with translated("cannot list", self._path(folder)), os.scandir(fd) as children:
                 return [Entry(child.name, _kind(child), child.inode()) for child in children]
         finally:
             os.close(fd)
@@ -157,13 +125,13 @@ class PosixStore:
     def _open_folder(self, folder: str) -> int:
         """Open root and folders one by one, following links except where publishd's own folders should be."""
         path = self.root
-        with _translated("cannot list", path or "/"):
-            fd = os.open(path or "/", _FOLDER)
+        with translated("cannot list", path or "/"):
+            fd = os.open(path or "/", FOLDER)
         for name in folder.split("/") if folder else ():
-            flags = _FOLDER | os.O_NOFOLLOW if path == self.root and name in (PUB, PRUNE) else _FOLDER
+            flags = FOLDER | os.O_NOFOLLOW if path == self.root and name in (PUB, PRUNE) else FOLDER
             path = f"{path}/{name}"
             try:
-                with _translated("cannot list", path):
+                with translated("cannot list", path):
                     below = os.open(name, flags, dir_fd=fd)
             finally:
                 os.close(fd)
@@ -175,7 +143,7 @@ class PosixStore:
         import aiofiles
 
         path = self._path(key)
-        with _translated("cannot read", path):
+        with translated("cannot read", path):
             file = await aiofiles.open(path, "rb", opener=_guard(limit))
         cancelled = False
         try:
@@ -197,15 +165,15 @@ class PosixStore:
         except NotFound:
             fd = self._open_folder("")
         try:
-            with _translated("cannot ask for the name limit of", self._path(PUB)):
+            with translated("cannot ask for the name limit of", self._path(PUB)):
                 return os.fpathconf(fd, "PC_NAME_MAX")
         finally:
             os.close(fd)
 
     def _locate(self, save: str) -> str:
-        with _translated("cannot use the root", self._path("")):
+        with translated("cannot use the root", self._path("")):
             root = os.stat(self._path(""))
-        with _translated("cannot find the save", save):
+        with translated("cannot find the save", save):
             parts = [part for part in _from_current_folder(save).split("/") if part not in ("", ".")]
         for depth in range(len(parts) - 1, -1, -1):
             with contextlib.suppress(OSError):
@@ -216,12 +184,12 @@ class PosixStore:
 
     # Creating, moving, deleting: from a descriptor of the root, following no link below it
 
-    def _enter(self, key: str, what: str, *, make: bool = False) -> _Place:
+    def _enter(self, key: str, what: str, *, make: bool = False) -> Place:
         """Open the folder that holds the key. Raises NotFound or NotAFolder where that is missing, Linked at a link."""
         *folders, name = key.split("/")
         try:
-            with _translated(what, self._path("")):
-                place = _Place(os.open(self._path(""), _FOLDER), name)
+            with translated(what, self._path("")):
+                place = Place(os.open(self._path(""), FOLDER), name)
         except NotFound as error:
             raise Unavailable(what, self._path(""), f"the root is gone: {error.cause}") from error
         path = self.root
@@ -229,7 +197,7 @@ class PosixStore:
             device = os.fstat(place.fd).st_dev
             for folder in folders:
                 path = f"{path}/{folder}"
-                with _translated(what, path):
+                with translated(what, path):
                     place.replace(_step_down(place.fd, folder, path, make=make, sync=self._sync_wanted))
                 if os.fstat(place.fd).st_dev != device:
                     raise Denied(what, path, "another file system is mounted here")
@@ -240,7 +208,7 @@ class PosixStore:
 
     def _create(self, key: str) -> None:
         path = self._path(key)
-        with self._enter(key, "cannot create", make=True) as folder, _translated("cannot create", path):
+        with self._enter(key, "cannot create", make=True) as folder, translated("cannot create", path):
             try:
                 fd = os.open(folder.name, _NEW_FILE | os.O_EXCL, 0o666, dir_fd=folder.fd)
             except FileExistsError:
@@ -265,7 +233,7 @@ class PosixStore:
         with (
             self._enter(to, "cannot record", make=True) as new,
             self._enter(key, "cannot withdraw") as old,
-            _translated("cannot withdraw", self._path(key)),
+            translated("cannot withdraw", self._path(key)),
         ):
             try:
                 os.rename(old.name, new.name, src_dir_fd=old.fd, dst_dir_fd=new.fd)
@@ -285,7 +253,7 @@ class PosixStore:
             place = self._enter(key, "cannot delete")
         except (NotFound, NotAFolder):
             return
-        with place, _translated("cannot delete", self._path(key)), contextlib.suppress(FileNotFoundError):
+        with place, translated("cannot delete", self._path(key)), contextlib.suppress(FileNotFoundError):
             os.unlink(place.name, dir_fd=place.fd)
 
     def _delete_tree(self, key: str) -> None:
@@ -294,7 +262,7 @@ class PosixStore:
             place = self._enter(key, "cannot delete")
         except (NotFound, NotAFolder):
             return
-        with place, _translated("cannot delete", path), contextlib.suppress(FileNotFoundError):
+        with place, translated("cannot delete", path), contextlib.suppress(FileNotFoundError):
             found = os.stat(place.name, dir_fd=place.fd, follow_symlinks=False)
             if stat.S_ISLNK(found.st_mode):
                 raise Linked("cannot delete", path, "it is a symbolic link")
@@ -310,7 +278,7 @@ class PosixStore:
         *folders, name = key.split("/")
         parent = self._open_folder("/".join(folders))
         try:
-            with _translated("cannot sync", self._path(key)):
+            with translated("cannot sync", self._path(key)):
                 mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
                 if stat.S_ISREG(mode):
                     _sync_path(name, parent, self._path(key))
@@ -361,37 +329,10 @@ def _guard(limit: int | None) -> Callable[[str, int], int]:
     return opener
 
 
-class _Place:
-    """A descriptor of a folder and a name in it."""
-
-    def __init__(self, fd: int, name: str) -> None:
-        self.fd, self.name = fd, name
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-    def replace(self, fd: int) -> None:
-        os.close(self.fd)
-        self.fd = fd
-
-    def is_taken(self) -> bool:
-        try:
-            os.stat(self.name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
-
-
 def _step_down(fd: int, name: str, path: str, *, make: bool, sync: bool) -> int:
     """Open one folder below `fd`, never through a link; with `make`, make it where it is missing."""
     try:
-        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+        return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
     except NotADirectoryError:
         if stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
             raise Linked("will not go through", path, "it is a symbolic link") from None
@@ -405,90 +346,20 @@ def _step_down(fd: int, name: str, path: str, *, make: bool, sync: bool) -> int:
             os.mkdir(wanted, dir_fd=fd)
     if sync:
         _sync_folder(fd, os.path.dirname(path))
-    return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+    return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
 
 
-class _Folder:
-    """A folder met by `_folders_bottom_up`: its descriptor, its parent's, and its children that are not folders."""
-
-    def __init__(self, name: str, path: str, fd: int) -> None:
-        self.name, self.path, self.fd, self.parent = name, path, fd, -1
-        self.identity = _identity(fd)
-        with os.scandir(fd) as scan:
-            children = list(scan)
-            self.folders = [child.name for child in children if child.is_dir(follow_symlinks=False)]
-            self.others = [child for child in children if not child.is_dir(follow_symlinks=False)]
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def reopen(self, below: int) -> None:
-        """Open again, as the parent of a folder in it, what was closed on the way down."""
-        self.fd = os.open("..", _FOLDER, dir_fd=below)
-        if _identity(self.fd) != self.identity:
-            raise OSError(errno.ESTALE, "it was moved meanwhile")
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
-
-
-def _folders_bottom_up(parent: int, name: str, path: str, what: str, *, one_device: bool = False) -> Iterator[_Folder]:
-    """Each folder from the deepest up to `name` itself, entered through descriptors only; no link is followed.
-
-    `one_device`: raise Denied at a folder on another device than the parent's. A folder that vanished meanwhile is
-    passed over. However deep they are, not many are open at a time.
-    """
-    device = os.fstat(parent).st_dev
-    stack: list[_Folder] = []
-
-    def enter(above: int, child: str, child_path: str) -> None:
-        with _translated(what, child_path), contextlib.suppress(FileNotFoundError):
-            fd = os.open(child, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
-            try:
-                if one_device and os.fstat(fd).st_dev != device:
-                    raise Denied(what, child_path, "another file system is mounted here")
-                stack.append(_Folder(child, child_path, fd))
-            except BaseException:
-                os.close(fd)
-                raise
-        if len(stack) > _OPEN_FOLDERS:
-            stack[-1 - _OPEN_FOLDERS].close()
-
-    try:
-        enter(parent, name, path)
-        while stack:
-            top = stack[-1]
-            if top.folders:
-                child = top.folders.pop()
-                enter(top.fd, child, f"{top.path}/{child}")
-                continue
-            above = stack[-2] if len(stack) > 1 else None
-            if above and above.fd < 0:
-                with _translated(what, above.path):
-                    above.reopen(top.fd)
-            top.parent = above.fd if above else parent
-            yield top
-            stack.pop().close()
-    finally:
-        for folder in stack:
-            folder.close()
-
-
-def _remove_folder(place: _Place, path: str) -> None:
-    for inside in _folders_bottom_up(place.fd, place.name, path, "cannot delete", one_device=True):
+def _remove_folder(place: Place, path: str) -> None:
+    for inside in folders_bottom_up(place.fd, place.name, path, "cannot delete", one_device=True):
         for child in inside.others:
-            with _translated("cannot delete", f"{inside.path}/{child.name}"), contextlib.suppress(FileNotFoundError):
+            with translated("cannot delete", f"{inside.path}/{child.name}"), contextlib.suppress(FileNotFoundError):
                 os.unlink(child.name, dir_fd=inside.fd)
-        with _translated("cannot delete", inside.path), contextlib.suppress(FileNotFoundError):
+        with translated("cannot delete", inside.path), contextlib.suppress(FileNotFoundError):
             os.rmdir(inside.name, dir_fd=inside.parent)
 
 
 def _sync_tree(parent: int, name: str, path: str) -> None:
-    for inside in _folders_bottom_up(parent, name, path, "cannot sync"):
+    for inside in folders_bottom_up(parent, name, path, "cannot sync"):
         for child in inside.others:
             if child.is_file(follow_symlinks=False):
                 _sync_path(child.name, inside.fd, f"{inside.path}/{child.name}")
@@ -496,8 +367,8 @@ def _sync_tree(parent: int, name: str, path: str) -> None:
 
 
 def _sync_path(name: str, parent: int, path: str, *, folder: bool = False) -> None:
-    with _translated("cannot sync", path), contextlib.suppress(FileNotFoundError):
-        fd = os.open(name, _FOLDER | os.O_NOFOLLOW if folder else _FILE, dir_fd=parent)
+    with translated("cannot sync", path), contextlib.suppress(FileNotFoundError):
+        fd = os.open(name, FOLDER | os.O_NOFOLLOW if folder else _FILE, dir_fd=parent)
         try:
             (_sync_folder if folder else _sync_file)(fd, path)
         finally:
