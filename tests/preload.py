@@ -108,6 +108,7 @@ int linkat(int at, const char *from, int to_at, const char *to, int flags)
 
 int unlinkat(int at, const char *name, int flags)
 {
+    wait_at("unlinkat", at);
     change();
     return NEXT(unlinkat)(at, name, flags);
 }

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from commands import EPOCH, ORDINARY_USER, PUBLISHD, Root, Watch, environment, require, require_program, run
 from fakes import FaultyStore, MemoryStore, after, before, fails
-from preload import faults
+from preload import Pause, faults
 from publishd.errors import Denied, InvalidEntry, NoSpace, Unavailable
 from publishd.prune import Result, plan, prune
 from publishd.publications import Publication, parse, published, resolve
@@ -414,6 +414,25 @@ def test_a_record_that_another_prune_has_finished_means_hands_off(root: Root) ->
     taken = root.path / "prune" / root.pub[0]
     pruned(root, ("list", "pub", before(lambda: None)), ("read", "prune/*", before(taken.unlink)))
     assert saves(root) == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("other", ["deleter", "prune"])
+def test_somebody_else_deletes_what_a_prune_is_deleting(root: Root, tmp_path: Path, other: str) -> None:
+    """Rule 13: the files that were listed are gone when it comes to them; both exit 0."""
+    published_saves(root, 1, 2)
+    nested = root.execution / "checkpoint-1" / "nested"
+    nested.mkdir()
+    (nested / "file").touch()
+    pause = Pause("unlinkat", nested, tmp_path / "pause")
+    with subprocess.Popen([PUBLISHD, "prune", "-checkpoint", root.path, "-keep", "1"], env=pause.environment) as slow:
+        pause.reached()
+        if other == "prune":
+            root.run("prune", "-keep", "1").succeeded(b"%s\n" % bytes(root.execution / "checkpoint-1"))
+        else:
+            shutil.rmtree(root.execution / "checkpoint-1")
+        pause.go_on()
+        assert slow.wait(60) == 0
+    assert (root.steps, root.records, saves(root)) == ([2], [], ["checkpoint-2"])
 
 
 def test_doubt_before_the_first_deletion_stops_the_prune(root: Root) -> None:
