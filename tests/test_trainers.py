@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from commands import ATTEMPT, BIN, EPOCH, STAND_IN, Job, Root, Watch, environment, eventually, require
+from commands import ATTEMPT, BIN, EPOCH, JOB_SCRIPT, STAND_IN, Job, Root, Watch, environment, eventually, require
 
 NEXT_ATTEMPT, NEXT_EPOCH = "1.4102.0", 2 * EPOCH
 TRAIN_HF = Path(__file__).parent / "trainers" / "train_hf.py"
@@ -101,9 +101,13 @@ def test_a_trainer_killed_in_the_middle_of_a_save(empty: Root, tmp_path: Path, k
 
 
 @pytest.mark.parametrize("jit", ["0", "1"], ids=["by a callback", "by Trainer itself"])
-def test_what_is_saved_on_sigterm_is_published(empty: Root, jit: str) -> None:
+def test_what_is_saved_on_sigterm_is_published(empty: Root, tmp_path: Path, jit: str) -> None:
     """The save that a trainer makes when it is told to stop is found by the watch's final scan."""
-    with Job(empty, TRAIN_HF, MAX_STEPS="5000", SAVE_STEPS="5000", STEP_SECONDS="0.1", JIT=jit, **CALM) as job:
+    script = tmp_path / "job.sh"
+    # No scan but the first and the final one.
+    script.write_text(JOB_SCRIPT.read_text().replace("-framework hf", "-framework hf -interval 1h"))
+    settings = {**CALM, "MAX_STEPS": "5000", "SAVE_STEPS": "5000", "STEP_SECONDS": "0.1"}
+    with Job(empty, TRAIN_HF, script=script, JIT=jit, **settings) as job:
         trainer = job.child("train.py")
         eventually(lambda: takes_sigterm(trainer), "a trainer that listens", 100)
         os.kill(trainer, signal.SIGTERM)
