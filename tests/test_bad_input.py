@@ -143,13 +143,18 @@ def test_watch_needs_a_framework(root: Root, framework: list[str]) -> None:
     refused(root, "watch", "-checkpoint", "root", "-once", *framework, said="-framework")
 
 
-@pytest.mark.parametrize("written", [[], ["-checkpoint"], ["-checkpoint="], ["-checkpoint", ""]])
+@pytest.mark.parametrize("written", [[], ["-checkpoint="]])
 @pytest.mark.parametrize("command", ["resolve", "watch", "publish", "prune", "list"])
 def test_a_missing_or_empty_root_is_refused(root: Root, command: str, written: list[str]) -> None:
     """An unset variable never means the current folder or nothing yet."""
     needed = {"watch": ["-framework", "hf"], "publish": ["root/exec/1.4101.0/checkpoint-1", "1"], "prune": ["-keep", "1"]}
-    arguments = [*needed.get(command, []), *written]
-    refused(root, command, *arguments, said="-checkpoint")
+    refused(root, command, *needed.get(command, []), *written, said="-checkpoint")
+
+
+@pytest.mark.parametrize("written", [["-checkpoint"], ["-checkpoint", ""], ["--checkpoint="]])
+def test_an_empty_root_is_refused_in_every_spelling(root: Root, written: list[str]) -> None:
+    """So is one whose value was forgotten."""
+    refused(root, "resolve", *written, said="-checkpoint")
 
 
 @pytest.mark.parametrize("text", ["ro\not", "root\n", "\x1b[2Jroot", "ro\x7fot", "ro\x85ot", "\t"])
