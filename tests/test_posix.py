@@ -36,11 +36,11 @@ from publishd.errors import (
 )
 from publishd.frameworks import FRAMEWORKS, incomplete
 from publishd.publications import Publication, parse, publish
-from publishd.stores import PRUNE, PUB, Kind, open_store
+from publishd.stores import PRUNE, PUB, Kind, list_fresh, open_store
 from publishd.stores.posix import PosixStore, absolute
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 SAVE = f"exec/{ATTEMPT}/checkpoint-500"
 PUBLICATION = Publication(EPOCH, 500, SAVE)
@@ -294,7 +294,7 @@ async def test_rule2_links_and_special_files_are_not_synced(root: Root, store: P
     (save / "link").symlink_to("/nowhere")
     (save / "loop").symlink_to("loop")
     os.mkfifo(save / "fifo")
-    async with asyncio.timeout(20):
+    async with at_once(save / "fifo"):
         await store.sync(SAVE, recursive=True)
 
 
@@ -339,11 +339,22 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@contextlib.asynccontextmanager
+async def at_once(path: Path) -> AsyncIterator[None]:
+    """Fail what takes long; whoever waits at the FIFO there is let go, or the tests themselves would never end."""
+    try:
+        async with asyncio.timeout(20):
+            yield
+    finally:
+        if path.is_fifo():
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
 @pytest.mark.parametrize("kind", NO_FILES)
 async def test_rule4_what_is_no_file_can_neither_hang_nor_fool_a_read(store: PosixStore, save: Path, kind: str) -> None:
     """Reading anything but a regular file is NotAFile, at once."""
     NO_FILES[kind](save / "odd")
-    async with asyncio.timeout(20):
+    async with at_once(save / "odd"):
         with pytest.raises(NotAFile):
             await store.read(f"{SAVE}/odd", 100)
         with pytest.raises(NotAFile):
@@ -357,7 +368,7 @@ async def test_rule4_what_is_no_file_is_no_marker(root: Root, store: PosixStore,
     folder = root.execution / f"{framework.prefix}500"
     folder.mkdir()
     NO_FILES[kind](folder / framework.marker)
-    async with asyncio.timeout(20):
+    async with at_once(folder / framework.marker):
         reason = await incomplete(store, framework, f"exec/{ATTEMPT}/{folder.name}")
     assert reason == f"{framework.marker} is not a regular file"
 
@@ -378,7 +389,7 @@ async def test_rule4_a_marker_swapped_after_the_listing_is_no_marker(
         return entries
 
     monkeypatch.setattr(store, "list", swapping)
-    async with asyncio.timeout(20):
+    async with at_once(save / "trainer_state.json"):
         assert await incomplete(store, FRAMEWORKS["hf"], SAVE) == "trainer_state.json is not a regular file"
 
 
@@ -521,6 +532,15 @@ async def test_rule9_the_time_of_a_folder_decides_nothing(root: Root, store: Pos
     assert len(await store.list(f"exec/{ATTEMPT}")) == 2
 
 
+async def test_an_execution_that_is_a_link_to_nowhere_is_not_there(root: Root, store: PosixStore) -> None:
+    """A link that stands before the folder that it leads to is made means the same as none (rule 17)."""
+    root.execution.rmdir()
+    root.execution.symlink_to("later")
+    assert await list_fresh(store, f"exec/{ATTEMPT}") is None
+    (root.path / "exec" / "later").mkdir()
+    assert await list_fresh(store, f"exec/{ATTEMPT}") == []
+
+
 @pytest.mark.parametrize("folder", [PUB, PRUNE])
 async def test_publishd_s_own_folders_are_never_links(root: Root, store: PosixStore, folder: str) -> None:
     """A link in the place of pub/ or prune/ is not followed by a listing, nor by what creates or moves."""
@@ -544,7 +564,8 @@ async def test_the_root_is_never_made(tmp_path: Path) -> None:
     """A root that is not there stays so, whatever is asked of its store."""
     store = PosixStore(str(tmp_path / "none"))
     asked = (store.create(ENTRY), store.move(ENTRY, RECORD), store.list(""), store.list(PUB), store.sync(PUB, recursive=False))
-    for call in (*asked, store.name_limit(), store.locate(f"{tmp_path}/none/x")):
+    gone = (store.delete(ENTRY), store.delete_tree(SAVE), store.read(ENTRY, 1))
+    for call in (*asked, *gone, store.name_limit(), store.locate(f"{tmp_path}/none/x")):
         with pytest.raises(StoreError):
             await call
     assert os.listdir(tmp_path) == []
@@ -616,6 +637,38 @@ async def test_only_a_name_that_exists_is_already_exists(root: Root, save: Path)
 # Moving
 
 
+def raising(number: int) -> Callable[..., None]:
+    """A system call that always fails so."""
+
+    def call(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+SYSTEM_CALLS = ("open", "stat", "fstat", "scandir", "unlink", "rmdir", "rename", "close")
+
+
+def before_call(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> Callable[[], int]:
+    """Act just before the n-th system call that the store makes; returns how to ask for the number of calls made."""
+    made = 0
+
+    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal made
+            if threading.current_thread() is not threading.main_thread():
+                made += 1
+                if made == number:
+                    action()
+            return real(*arguments, **options)
+
+        return call
+
+    for name in SYSTEM_CALLS:
+        monkeypatch.setattr(f"publishd.stores.posix.os.{name}", wrapped(getattr(os, name)))
+    return lambda: made
+
+
 async def test_b27_a_file_system_without_rename_gets_a_create_and_a_delete(
     monkeypatch: pytest.MonkeyPatch, root: Root, store: PosixStore
 ) -> None:
@@ -642,13 +695,23 @@ async def test_b27_without_rename_the_record_stands_before_the_entry_goes(
     assert (root.pub, root.records) == ([PUBLICATION.name], [PUBLICATION.name])
 
 
-def raising(number: int) -> Callable[..., None]:
-    """A system call that always fails so."""
-
-    def call(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return call
+@pytest.mark.parametrize("rename", [os.rename, raising(errno.ENOSYS)], ids=["rename", "no rename"])
+async def test_move_at_any_step_one_of_both_stands(
+    monkeypatch: pytest.MonkeyPatch, root: Root, store: PosixStore, rename: Callable[..., None]
+) -> None:
+    """Wherever a prune is killed while it withdraws an entry, that or its record is found."""
+    monkeypatch.setattr("publishd.stores.posix.os.rename", rename)
+    for number in range(1, 100):
+        root.publish(SAVE, 500)
+        (root.path / RECORD).unlink(missing_ok=True)
+        seen: list[bool] = []
+        with monkeypatch.context() as patch:
+            before_call(patch, number, lambda seen=seen: seen.append(bool(root.pub or root.records)))  # type: ignore[misc]
+            await store.move(ENTRY, RECORD)
+        if not seen:
+            break
+        assert seen == [True], f"at call {number}"
+    assert number > 5
 
 
 async def test_a_rename_whose_answer_was_lost_is_success(monkeypatch: pytest.MonkeyPatch, root: Root, store: PosixStore) -> None:
@@ -841,29 +904,6 @@ class Swap:
         if key.startswith(f"{self.key}/") and self.aside.exists():
             return os.path.lexists(self.aside / os.path.relpath(key, self.key))
         return os.path.lexists(self.root / key)
-
-
-SYSTEM_CALLS = ("open", "stat", "fstat", "scandir", "unlink", "rmdir", "close")
-
-
-def before_call(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], object]) -> Callable[[], int]:
-    """Act just before the n-th system call that the store makes; returns how to ask for the number of calls made."""
-    made = 0
-
-    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal made
-            if threading.current_thread() is not threading.main_thread():
-                made += 1
-                if made == number:
-                    action()
-            return real(*arguments, **options)
-
-        return call
-
-    for name in SYSTEM_CALLS:
-        monkeypatch.setattr(f"publishd.stores.posix.os.{name}", wrapped(getattr(os, name)))
-    return lambda: made
 
 
 @pytest.mark.parametrize("key", [*LEVELS, f"{SAVE}/rank", f"{SAVE}/rank/0"])

@@ -428,9 +428,10 @@ async def test_a_recorded_save_is_not_published(memory: MemoryStore, path: str) 
     memory.write("runs/a/b/file")
     memory.write(record(path))
     publication = PUBLICATION if path.startswith(SAVE) else Publication(1, 1, "runs/a/b")
+    store = FaultyStore(memory)
     with pytest.raises(NotPublished, match="prune"):
-        await publish(memory, publication)
-    assert memory.names(PUB) == []
+        await publish(store, publication)
+    assert (store.count("sync"), store.count("create")) == (0, 0)
 
 
 @pytest.mark.parametrize("path", NOT_WITHDRAWN.values(), ids=NOT_WITHDRAWN.keys())
@@ -672,12 +673,14 @@ async def test_the_content_of_an_entry_does_not_matter(memory: MemoryStore) -> N
     assert await resolve(memory) == PUBLICATION
 
 
-async def test_a_save_that_is_gone_is_an_error_that_names_it(memory: MemoryStore) -> None:
+@pytest.mark.parametrize("save", ["checkpoint-500", "step-500", "final", "last.ckpt"])
+async def test_a_save_that_is_gone_is_an_error_that_names_it(memory: MemoryStore, save: str) -> None:
     """No older publication is answered by itself: resolve lists once more, then fails (rule 8)."""
-    published_hf(memory, 400, 500)
+    published_hf(memory, 400)
+    memory.write(Publication(1_000_000, 600, f"{EXECUTION}/{save}").key)
     memory.remove(SAVE)
     store = FaultyStore(memory)
-    with pytest.raises(NotPublished, match=f"/memory/{SAVE}.*gone.*-verify"):
+    with pytest.raises(NotPublished, match=f"/memory/{EXECUTION}/{save}.*gone.*-verify"):
         await resolve(store)
     assert store.count("list", PUB) == 2
 
