@@ -472,19 +472,6 @@ async def test_rule_14_an_unsettled_save_costs_a_listing_and_a_marker_read(
         assert len(between_scans(scene)) == 1 + 3 * calls
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-async def test_rule_14_a_published_save_costs_three_requests_more(framework: str) -> None:
-    """What publishing adds per save, beside its listing and marker: three, and a handful per scan whatever their number."""
-
-    async def requests(count: int) -> int:
-        scene = Scene().dcp(*range(count)).hf(*range(count))
-        assert await once(scene, framework=framework)
-        return sum(operation != "sync" for operation, _ in scene.calls)  # an object store has nothing to sync
-
-    judged = 2 if FRAMEWORKS[framework].states_step else 1
-    assert (await requests(25) - await requests(5)) / 20 <= judged + 3
-
-
 # Bugs end it
 
 
