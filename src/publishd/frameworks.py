@@ -176,6 +176,7 @@ async def _stated_step_by_child(store: Store, marker: str) -> int | None:
                 async for piece in pieces:
                     child.stdin.write(piece)
                     await child.stdin.drain()
+            child.stdin.close()
             answer, complaint = await child.communicate()
     except TimeoutError:
         raise ValueError(f"takes longer than {_CHILD_SECONDS} s to decode") from None
