@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from commands import Root
+pytest.register_assert_rewrite("contract", "commands")
+
+from commands import Root  # noqa: E402 - its asserts are rewritten
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -118,7 +118,7 @@ class PosixStore:
         fd = self._open_folder(folder)
         try:
             with translated("cannot list", self._path(folder)), os.scandir(fd) as children:
-                return [Entry(child.name, _kind(child), child.inode()) for child in children]
+                return [Entry(child.name, kind, child.inode()) for child in children if (kind := _kind(child))]
         finally:
             os.close(fd)
 
@@ -297,12 +297,19 @@ class PosixStore:
                 os.close(fd)
 
 
-def _kind(child: os.DirEntry[str]) -> Kind:
+def _kind(child: os.DirEntry[str]) -> Kind | None:
+    """What a name stands for; None where it went while it was listed, as only a look beyond the listing can tell."""
     if child.is_file(follow_symlinks=False):
         return Kind.FILE
     if child.is_dir(follow_symlinks=False):
         return Kind.FOLDER
-    return Kind.LINK if child.is_symlink() else Kind.OTHER
+    if child.is_symlink():
+        return Kind.LINK
+    try:
+        child.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return Kind.OTHER
 
 
 def _guard(limit: int | None) -> Callable[[str, int], int]:
