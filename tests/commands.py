@@ -186,7 +186,7 @@ class Watch:
         """Wait for a whole scan that begins after this call: until a save older than all others (step 1, 2 …) is published."""
         self._scans += 1
         self._make_save(self._scans)
-        eventually(lambda: self._scans in self._root.steps, f"a scan (it says: {self.log})")
+        eventually(lambda: self._scans in self._root.steps, "a whole scan")
         return self
 
     def send(self, number: int = signal.SIGTERM) -> Self:

@@ -252,10 +252,10 @@ def test_b64_a_stale_folder_is_tried_again_and_said_once(root: Root, tmp_path: P
     """A folder that twice answers ESTALE is opened afresh at the next scan; so is one made anew, for no descriptor is kept."""
     root.hf(500)
     with Watch(root, env=faulty(tmp_path, call, path, errno.ESTALE, times=2)) as watch:
-        eventually(lambda: root.steps == [500], f"a publication after ESTALE (it says: {watch.log})")
+        watch.says("step 500")
         shutil.rmtree(root.execution)
         root.hf(600)
-        eventually(lambda: root.steps == [500, 600], f"a publication from the new folder (it says: {watch.log})")
+        eventually(lambda: root.steps == [500, 600], "a publication from the new folder")
         eventually(lambda: not opened_below(root, watch.process.pid), "a moment between scans")
         ended = watch.scanned().stop().succeeded(b"")
     assert ended.err.count("Stale file handle") == 1, ended

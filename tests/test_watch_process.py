@@ -45,7 +45,7 @@ def shell(script: str) -> tuple[str, ...]:
 
 def published(root: Root, *steps: int) -> None:
     """Wait until these steps are published, and nothing else."""
-    eventually(lambda: root.steps == list(steps), f"the publication of {steps} (published: {root.steps})")
+    eventually(lambda: root.steps == list(steps), f"the publication of just {steps}")
 
 
 def published_at_least(root: Root, count: int) -> None:
@@ -222,7 +222,7 @@ def test_rule_15_b50_trouble_is_said_once_and_the_watch_goes_on(root: Root, harm
         assert watch.log.count(said) == 1, watch.log
         heal()
         root.hf(900)
-        eventually(lambda: 900 in root.steps, f"a publication after the trouble (it says: {watch.log})")
+        eventually(lambda: 900 in root.steps, "a publication after the trouble")
         watch.stop().succeeded(b"")
 
 
@@ -236,7 +236,7 @@ def test_b50_no_descriptors_left(root: Root) -> None:
         root.hf(900)
         watch.says("Too many open files")
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-        eventually(lambda: 900 in root.steps, f"a publication after EMFILE (it says: {watch.log})")
+        eventually(lambda: 900 in root.steps, "a publication after EMFILE")
         watch.stop().succeeded(b"")
 
 
@@ -245,7 +245,7 @@ def test_b50_few_descriptors_from_the_start(root: Root, limit: int) -> None:
     """With so few descriptors the watch publishes, or ends non-zero at once; it is never alive but deaf."""
     root.hf(900)
     with Watch(root, prefix=shell(f'ulimit -n {limit}; exec "$@"')) as watch:
-        eventually(lambda: watch.process.poll() is not None or root.steps == [900], f"either (it says: {watch.log})")
+        eventually(lambda: watch.process.poll() is not None or root.steps == [900], "either")
         if root.steps == [900]:
             watch.stop().succeeded(b"")
         assert watch.process.wait(20) == (0 if root.steps else watch.process.returncode or -1)
@@ -547,7 +547,11 @@ def test_b54_with_parent_the_watch_ends_after_its_parent(root: Root) -> None:
         root.hf(500)
         shell_watch.process.kill()
         shell_watch.process.wait()
-        eventually(lambda: not signals(pid, "SigCgt"), "the end of the watch")
+        try:
+            eventually(lambda: not signals(pid, "SigCgt"), "the end of the watch")
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         assert "the parent is gone" in shell_watch.log
     assert root.steps == [500]
 
@@ -667,18 +671,18 @@ def test_rule_17_the_folder_may_vanish_and_come_back(root: Root) -> None:
     """Moved away and back, and removed and made anew, it is watched on; what was published stays published once."""
     root.hf(500)
     with Watch(root) as watch:
-        published(root, 500)
+        watch.says("step 500")
         away = root.execution.rename(root.path / "away")
-        time.sleep(0.3)
+        time.sleep(0.3)  # scans that miss it; fewer on a busy machine only make the test milder
         away.rename(root.execution)
         root.hf(501)
-        published(root, 500, 501)
+        watch.says("step 501")
         shutil.rmtree(root.execution)
         time.sleep(0.3)
         root.hf(502)
-        published(root, 500, 501, 502)
-        ended = watch.stop().succeeded(b"")
-    assert ended.err.count(": published: ") == 3, ended
+        ended = watch.says("step 502").stop().succeeded(b"")
+    assert root.steps == [500, 501, 502]
+    assert ended.err.count(" published: ") == 3, ended
 
 
 # Rule 18: epochs
