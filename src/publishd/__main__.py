@@ -11,6 +11,7 @@ def main() -> None:
     """Run the command line and exit; the console scripts `publishd` and `publish` come here."""
     signals = Signals().install()
     if sys.getfilesystemencoding() != "utf-8":
+        signals.hold()
         _start_again_in_utf8()
     from publishd.cli import main as run
 

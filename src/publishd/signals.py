@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import asyncio
     from types import FrameType
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 class Signals:
     """What the process has been told so far; before `attach` it is only noted."""
@@ -29,10 +31,17 @@ class Signals:
 
     def install(self) -> Signals:
         """Take the signals over. SIGINT and SIGHUP stay ignored where they were (`&` in a script, nohup); SIGTERM never does."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _SIGNALS:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return self
+
+    def hold(self) -> None:
+        """Keep what was and will be received pending, over an exec, until `install` is called again."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        if self.last is not None:
+            os.kill(os.getpid(), self.last)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Make the two events of this loop follow the signals, those already received included."""

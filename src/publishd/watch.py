@@ -52,7 +52,9 @@ class _Save:
     inode: int
     step: int
     reason: str = ""
-    """Why it is not published, as last seen."""
+    """Why it is not complete."""
+    failure: str = ""
+    """Why it could not be published, as last tried."""
     complete: bool | None = None
     """As judged at the last scan; None where that could not be seen."""
     queued: bool = False
@@ -78,6 +80,8 @@ class Watcher:
         self._queue: asyncio.PriorityQueue[tuple[int, int, _Save]] = asyncio.PriorityQueue()
         self._tickets = itertools.count()
         self._created: dict[Publication, _Save] = {}
+        self._confirming = asyncio.Lock()
+        self._damaged: dict[tuple[str, int], str] = {}
         self._trouble = ""
         self._said: set[str] = set()
         self._prunes: asyncio.Queue[None] = asyncio.Queue()
@@ -192,8 +196,8 @@ class Watcher:
                 if save.complete and names is None:
                     names = self._names(await self._read_pub())
             except StoreError as error:
-                seen, save.complete = False, None
-                self._retry(save, f"{error} (trying again at every scan)")
+                seen = False
+                self._judge_again(save, f"{error} (trying again at every scan)")
                 continue
             if names is not None and save.name in names:
                 self._settle(save)
@@ -214,7 +218,9 @@ class Watcher:
                 continue
             known = self._saves.get(name)
             saves[name] = known if known and known.inode == inode else _Save(name, inode, step)
-            if kind is Kind.LINK:
+            if (name, inode) in self._damaged:
+                self._give_up(saves[name], self._damaged[name, inode])
+            elif kind is Kind.LINK:
                 saves[name].hopeless, saves[name].complete = True, False
                 saves[name].reason = "it is a symbolic link (publish it by hand if it is a save)"
                 self._say(saves[name], saves[name].reason)
@@ -259,10 +265,10 @@ class Watcher:
         try:
             created = await announce(self._store, publication)
         except NotPublished as error:
-            save.complete = False
-            self._retry(save, str(error))
+            self._judge_again(save, str(error))
         except SyncFailed as error:
-            self._give_up(save, f"{error}; what the disk holds of it is unknown")
+            self._damaged[save.name, save.inode] = f"{error}; what the disk holds of it is unknown"
+            self._give_up(save, self._damaged[save.name, save.inode])
         except StoreError as error:
             self._retry(save, str(error))
         else:
@@ -274,16 +280,15 @@ class Watcher:
 
     async def _confirm(self) -> None:
         """Look again at what was created: only what still stands then is published."""
-        created = dict(self._created)
-        if not created:
-            return
-        refused = await look_again(self._store, created)
+        async with self._confirming:  # two looks at one entry could come to two conclusions
+            created = dict(self._created)
+            refused = await look_again(self._store, created) if created else {}
+            for publication, save in created.items():
+                if self._created.get(publication) is save:
+                    del self._created[publication]
         for publication, save in created.items():
-            if self._created.pop(publication, None) is None:
-                continue
             if publication in refused:
-                save.complete = False
-                self._retry(save, str(refused[publication]))
+                self._judge_again(save, str(refused[publication]))
             else:
                 self._settle(save)
                 log.info("published: %s: epoch %d, step %d", self._path(save), publication.epoch, publication.step)
@@ -296,11 +301,15 @@ class Watcher:
             del self._saves[save.name]
 
     def _retry(self, save: _Save, reason: str) -> None:
-        save.queued, save.reason = False, reason
+        save.queued, save.failure = False, reason
         self._say(save, reason)
 
+    def _judge_again(self, save: _Save, reason: str) -> None:
+        save.complete = None
+        self._retry(save, reason)
+
     def _give_up(self, save: _Save, reason: str) -> None:
-        save.hopeless = True
+        save.hopeless, save.complete = True, True
         self._retry(save, reason)
 
     def _say(self, save: _Save, reason: str) -> None:
@@ -371,5 +380,5 @@ class Watcher:
                 log.info("left as it is: %s: not complete: %s", self._path(save), save.reason)
             else:
                 drained = False
-                log.error("not published: %s: %s", self._path(save), save.reason or "time ran out")
+                log.error("not published: %s: %s", self._path(save), save.failure or "time ran out")
         return drained
