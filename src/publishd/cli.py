@@ -60,6 +60,8 @@ class Options:
 def _root(text: str) -> str:
     if not text:
         raise ValueError("must not be empty (is the variable it comes from set?)")
+    if text.startswith("-"):
+        raise ValueError("a folder is missing (one of that name is ./-…)")
     if re.search("[\x00-\x1f\x7f-\x9f]", text):
         raise ValueError("must not have a control character")
     return text
@@ -87,7 +89,9 @@ async def _resolve(options: Options, store: Store, _signals: Signals) -> int:
         log.warning("passed over: %s/%s: %s", store.root, publication.path, reason)
 
     latest = await (resolve_verified(store, passed_over) if options.verify else resolve(store))
-    if latest is not None:
+    if latest is None:
+        log.info("nothing was published yet: %s: training begins anew", store.root)
+    else:
         _answer([_json(store, latest, present=True) if options.json else f"{store.root}/{latest.path}"])
     return DONE
 
@@ -121,10 +125,10 @@ async def _prune(options: Options, store: Store, _signals: Signals) -> int:
         log.warning("%s: %s: %s", what, which, cause)
 
     if options.dry_run:
-        removed, failed = (await propose(store, options.keep, note)).victims, []
+        removed, failed = (await propose(store, options.keep, note)).doomed, []
     else:
         result = await prune(store, options.keep, note)
-        removed, failed = tuple(result.removed), result.failed
+        removed, failed = result.removed, result.failed
     there = await present(store, removed) if options.json else set()
     _answer(
         [

@@ -8,7 +8,7 @@ record. What a killed prune left in `prune/` the next one finishes in the same w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from publishd.errors import InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError
@@ -32,6 +32,15 @@ class Plan:
     victims: tuple[Publication, ...]
     gone: tuple[Publication, ...]
     """Those whose save is gone; they count for nothing."""
+    records: tuple[Publication, ...] = ()
+    """Victims of earlier prunes that are still to be finished."""
+
+    @property
+    def doomed(self) -> list[Publication]:
+        """The victims, of this prune and earlier ones, whose saves nothing protects."""
+        kept, protected = frozenset(self.kept), Saves(publication.path for publication in self.kept)
+        found = dict.fromkeys((*self.records, *self.victims))
+        return [victim for victim in found if victim not in kept and not protected.touch(victim.path)]
 
 
 def plan(publications: Sequence[Publication], there: Collection[Publication], keep: int) -> Plan:
@@ -47,12 +56,18 @@ def plan(publications: Sequence[Publication], there: Collection[Publication], ke
 
 
 async def propose(store: Store, keep: int, note: Note) -> Plan:
-    """The plan for the root as it is now. Raises StoreError or InvalidEntry at any doubt."""
+    """The plan for the root as it is now. Raises StoreError or InvalidEntry at any doubt.
+
+    `note(what, which, cause)` is told of what is odd but no failure.
+    """
     publications = await published(store)
     wanted = plan(publications, await present(store, publications), keep)
     for publication in wanted.gone:
         note("not counted", f"{store.root}/{publication.path}", GONE)
-    return wanted
+    records, junk = await read(store, PRUNE)
+    for error in junk:
+        note(error.what, error.which, error.cause)
+    return replace(wanted, records=tuple(records))
 
 
 @dataclass(slots=True)
@@ -60,23 +75,20 @@ class Result:
     """What a prune did, and what it could not do."""
 
     removed: list[Publication] = field(default_factory=list)
-    """Publications whose withdrawal is complete, those that earlier prunes had begun first."""
+    """Publications that are gone with their saves, those that earlier prunes had withdrawn first."""
     failed: list[PublishdError] = field(default_factory=list)
 
 
 async def prune(store: Store, keep: int, note: Note) -> Result:
     """Remove all but the `keep` latest publications and the saves they named, and finish what earlier prunes left.
 
-    `note(what, which, cause)` is told of what is odd but no failure. Raises as `propose` does, with nothing removed;
-    later failures are collected: one save that can't be deleted does not keep the others.
+    Raises as `propose` does, with nothing removed; later failures are collected: one save that can't be deleted does
+    not keep the others.
     """
     wanted = await propose(store, keep, note)
-    records, junk = await read(store, PRUNE)
-    for error in junk:
-        note(error.what, error.which, error.cause)
     pruning = _Pruning(store, wanted, note)
     try:
-        await pruning.finish(await pruning.unless_kept(records))
+        await pruning.finish(await pruning.unless_kept(wanted.records))
         await pruning.finish(await pruning.withdraw())
     except (InvalidEntry, StoreError) as error:
         pruning.result.failed.append(error)
@@ -131,13 +143,14 @@ class _Pruning:
                 done.append(publication)
             elif (not recorded or await self._still_ours(publication)) and await self._delete_save(publication):
                 done.append(publication)
-        gone = {publication.path for publication in done if not protected.touch(publication.path)}
+        deleted = [publication for publication in done if not protected.touch(publication.path)]
+        self.result.removed += deleted
+        gone = {publication.path for publication in deleted}
         for entry in await published(self._store):
             if entry.path in gone:
                 await self._store.delete(entry.key)
         for publication in done:
             await self._store.delete(publication.record)
-            self.result.removed.append(publication)
 
     async def _still_ours(self, publication: Publication) -> bool:
         """Whether the record still stands: once another prune has finished it, the save's path may be used anew."""

@@ -99,7 +99,7 @@ def unsafe(path: str) -> str | None:
     if not path.isprintable() and _CONTROL.search(path):
         return "it has a control character"
     if not _NO_COMPONENT.isdisjoint(parts):
-        return "it is not a plain relative path"
+        return "it has an empty, '.' or '..' component"
     if parts[0] in (PUB, PRUNE):
         return f"{parts[0]}/ is publishd's own"
     if parts[0] == EXEC and len(parts) < 3:
@@ -117,10 +117,15 @@ def check_path(path: str, name_limit: int) -> None:
     reason = unsafe(path)
     if reason:
         raise NotPublished("cannot publish", path, reason)
+    reason = too_long(path, name_limit)
+    if reason:
+        raise NotPublished("cannot publish", path, reason, "use shorter names")
+
+
+def too_long(path: str, name_limit: int) -> str | None:
+    """Why no name of `name_limit` bytes can carry this path; None if one can."""
     limit, length = longest_path(name_limit), len(path.encode("utf-8", "surrogateescape"))
-    if length > limit:
-        cause = f"the path has {length} bytes, and names on this store can carry {limit}"
-        raise NotPublished("cannot publish", path, cause, "shorten it")
+    return f"the path has {length} bytes, and names on this store can carry {limit}" if length > limit else None
 
 
 # Reading
@@ -153,7 +158,9 @@ async def published(store: Store) -> list[Publication]:
     """Every publication, latest last. Raises InvalidEntry where anything else stands in `pub/`; it is never skipped."""
     publications, invalid = await read(store)
     if invalid:
-        raise invalid[0]
+        error, *others = invalid
+        more = f" (and {len(others)} more)" if others else ""
+        raise InvalidEntry(error.what, error.which + more, error.cause, error.remedy)
     return publications
 
 
@@ -218,7 +225,7 @@ async def resolve_verified(store: Store, passed_over: Callable[[Publication, str
             return publication
         passed_over(publication, reason)
     if publications:
-        raise NotPublished("cannot resume", store.root, "no publication's save is there and complete")
+        raise NotPublished("cannot resume", store.root, "no publication's save is there and complete", "publishd list shows them")
     return None
 
 
@@ -247,7 +254,7 @@ async def announce(store: Store, publication: Publication) -> bool:
     entry of ours.
     """
     if (await _withdrawn(store)).touch(publication.path):
-        raise _refused(store, publication, _PRUNED)
+        raise _refused(store, publication, _PRUNED, "prune finishes that; removing its record from prune/ keeps the save")
     await store.sync(publication.path, recursive=True)
     torn = await unfinished(store, framework_of(publication.path), publication.path)
     if torn:
@@ -276,7 +283,7 @@ async def publish(store: Store, publication: Publication) -> bool:
     """Publish one save that is known to be complete; True if this call created the entry. Raises as `announce` does."""
     check_path(publication.path, await store.name_limit())
     if not await present(store, [publication]):
-        raise _refused(store, publication, "there is no such save")
+        raise _refused(store, publication, "there is no such save", "is it there on this node?")
     created = await announce(store, publication)
     if created:
         for refused in (await look_again(store, [publication])).values():
@@ -291,5 +298,5 @@ async def _withdrawn(store: Store) -> Saves:
     return Saves(record.path for record in (await read(store, PRUNE)).publications)
 
 
-def _refused(store: Store, publication: Publication, reason: str) -> NotPublished:
-    return NotPublished("cannot publish", f"{store.root}/{publication.path}", reason)
+def _refused(store: Store, publication: Publication, reason: str, remedy: str = "") -> NotPublished:
+    return NotPublished("cannot publish", f"{store.root}/{publication.path}", reason, remedy)

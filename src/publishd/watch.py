@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from publishd.errors import Denied, NotAFolder, NotFound, NotPublished, PublishdError, StoreError, SyncFailed
 from publishd.frameworks import incomplete
 from publishd.prune import prune
-from publishd.publications import Publication, announce, check_path, look_again, read
+from publishd.publications import Publication, announce, check_path, look_again, read, too_long
 from publishd.stores import EXEC, PUB, Kind, list_fresh
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _LINGER_INTERVAL = 1.0
 _RETRY_INTERVAL = 1.0
+_REMEDY = "every execution needs an attempt of its own and a greater epoch than all before"
 _LOOK_AGAIN_AFTER = 32
 """Entries created, while more saves wait, before the publisher looks again."""
 
@@ -73,6 +74,7 @@ class Watcher:
         self._wake = asyncio.Event()
         self._stopping = False
         self._begun = False
+        self._met = False
         self._name_limit = 0
         self._published_before: set[str] = set()
         self._settled: dict[str, int] = {}
@@ -81,7 +83,7 @@ class Watcher:
         self._tickets = itertools.count()
         self._created: dict[Publication, _Save] = {}
         self._confirming = asyncio.Lock()
-        self._damaged: dict[tuple[str, int], str] = {}
+        self._damaged: dict[tuple[str, int], SyncFailed] = {}
         self._trouble = ""
         self._said: set[str] = set()
         self._prunes: asyncio.Queue[None] = asyncio.Queue()
@@ -145,7 +147,9 @@ class Watcher:
     async def _begin(self) -> None:
         """What is asked once, before the first listing: whether names fit, and what was published before."""
         self._name_limit = await self._store.name_limit()
-        check_path(f"{self._folder}/{self._framework.prefix}0", self._name_limit)
+        reason = too_long(f"{self._folder}/{self._framework.prefix}0", self._name_limit)
+        if reason:
+            raise NotPublished("cannot watch", self._path(), f"even for its shortest save {reason}", "use a shorter attempt")
         published = await self._read_pub()
         try:
             await self._store.sync(PUB, recursive=False)
@@ -169,12 +173,12 @@ class Watcher:
     def _compare_epochs(self, published: list[Publication]) -> None:
         epoch = self._options.epoch
         if published and published[-1].epoch > epoch:
-            what = "WRONG EPOCH? %s: epoch %d has published already; nothing published as epoch %d will be resolved"
-            log.warning(what, self._store.root, published[-1].epoch, epoch)
+            what = "WRONG EPOCH? %s: epoch %d has published: what epoch %d publishes is never resolved, and pruned first (%s)"
+            log.warning(what, self._store.root, published[-1].epoch, epoch, _REMEDY)
         others = {publication.epoch for publication in self._own(published)} - {epoch}
         if others:
-            what = "WRONG EPOCH? %s: its saves were published as epoch %s and stay so; this watch is epoch %d"
-            log.warning(what, self._path(), ", ".join(map(str, sorted(others))), epoch)
+            what = "WRONG EPOCH? %s: its saves were published as epoch %s and stay so; this watch is epoch %d (%s)"
+            log.warning(what, self._path(), ", ".join(map(str, sorted(others))), epoch, _REMEDY)
 
     def _own(self, published: list[Publication]) -> list[Publication]:
         return [publication for publication in published if publication.path.startswith(f"{self._folder}/")]
@@ -197,7 +201,7 @@ class Watcher:
                     names = self._names(await self._read_pub())
             except StoreError as error:
                 seen = False
-                self._judge_again(save, f"{error} (trying again at every scan)")
+                self._judge_again(save, error)
                 continue
             if names is not None and save.name in names:
                 self._settle(save)
@@ -223,10 +227,11 @@ class Watcher:
             elif kind is Kind.LINK:
                 saves[name].hopeless, saves[name].complete = True, False
                 saves[name].reason = "it is a symbolic link (publish it by hand if it is a save)"
-                self._say(saves[name], saves[name].reason)
+                self._say(saves[name], "no save", saves[name].reason)
         if entries:
             self._published_before = set()
         self._settled, self._saves = settled, saves
+        self._met = self._met or bool(settled or saves)
         judged = (save for save in saves.values() if not (save.queued or save.hopeless))
         return sorted(judged, key=lambda save: save.step, reverse=True)
 
@@ -239,7 +244,7 @@ class Watcher:
             reason = f"{error.what}: {error.cause}"
         save.reason = reason or ""
         if reason and reason != self._framework.unmarked:
-            self._say(save, f"not complete yet: {reason}")
+            self._say(save, "not complete yet", reason)
         return reason is None
 
     # Publishing
@@ -260,17 +265,17 @@ class Watcher:
         try:
             check_path(publication.path, self._name_limit)
         except NotPublished as error:
-            self._give_up(save, str(error))
+            self._give_up(save, error)
             return
         try:
             created = await announce(self._store, publication)
         except NotPublished as error:
-            self._judge_again(save, str(error))
+            self._judge_again(save, error)
         except SyncFailed as error:
-            self._damaged[save.name, save.inode] = f"{error}; what the disk holds of it is unknown"
-            self._give_up(save, self._damaged[save.name, save.inode])
+            self._damaged[save.name, save.inode] = error
+            self._give_up(save, error)
         except StoreError as error:
-            self._retry(save, str(error))
+            self._retry(save, error)
         else:
             if created:
                 self._created[publication] = save
@@ -288,7 +293,7 @@ class Watcher:
                     del self._created[publication]
         for publication, save in created.items():
             if publication in refused:
-                self._judge_again(save, str(refused[publication]))
+                self._judge_again(save, refused[publication])
             else:
                 self._settle(save)
                 log.info("published: %s: epoch %d, step %d", self._path(save), publication.epoch, publication.step)
@@ -300,22 +305,22 @@ class Watcher:
         if self._saves.get(save.name) is save:
             del self._saves[save.name]
 
-    def _retry(self, save: _Save, reason: str) -> None:
-        save.queued, save.failure = False, reason
-        self._say(save, reason)
+    def _retry(self, save: _Save, error: PublishdError, what: str = "not published yet") -> None:
+        save.queued, save.failure = False, error.cause if isinstance(error, NotPublished) else str(error)
+        self._say(save, what, save.failure)
 
-    def _judge_again(self, save: _Save, reason: str) -> None:
+    def _judge_again(self, save: _Save, error: PublishdError) -> None:
         save.complete = None
-        self._retry(save, reason)
+        self._retry(save, error)
 
-    def _give_up(self, save: _Save, reason: str) -> None:
+    def _give_up(self, save: _Save, error: PublishdError) -> None:
         save.hopeless, save.complete = True, True
-        self._retry(save, reason)
+        self._retry(save, error, "not published")
 
-    def _say(self, save: _Save, reason: str) -> None:
+    def _say(self, save: _Save, what: str, reason: str) -> None:
         if reason not in save.said:
             save.said.add(reason)
-            log.warning("%s: %s", self._path(save), reason)
+            log.warning("%s: %s: %s", what, self._path(save), reason)
 
     def _path(self, save: _Save | None = None) -> str:
         folder = f"{self._store.root}/{self._folder}"
@@ -373,12 +378,17 @@ class Watcher:
     def _report(self, *, in_time: bool) -> bool:
         """Name what is left; True if none of it is known to be complete."""
         drained = in_time
-        if not drained:
-            log.error("time ran out after %g s%s", self._options.drain, f": {self._trouble}" if self._trouble else "")
-        for save in self._saves.values():
+        if not in_time:
+            cause = f": {self._trouble}" if self._trouble else " (a longer -drain gives more)"
+            log.error("time ran out after %g s%s", self._options.drain, cause)
+        for save in sorted(self._saves.values(), key=lambda save: save.step, reverse=True):
             if save.complete is False:
                 log.info("left as it is: %s: not complete: %s", self._path(save), save.reason)
             else:
                 drained = False
-                log.error("not published: %s: %s", self._path(save), save.failure or "time ran out")
+                remedy = "watch -once with this attempt and epoch tries again"
+                log.error("not published: %s: %s (%s)", self._path(save), save.failure or "time ran out", remedy)
+        if drained and not self._met:
+            what = "nothing found: %s: no %s<step>/ was there (does training write there, and is it %s?)"
+            log.warning(what, self._path(), self._framework.prefix, self._framework.name)
         return drained

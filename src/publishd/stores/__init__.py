@@ -147,9 +147,10 @@ async def list_fresh(store: Store, folder: str) -> builtins.list[Entry] | None:
     """
     try:
         return await store.list(folder)
-    except NotFound:
+    except NotFound as error:
         if not folder:
-            raise
+            remedy = "make it before the first run; was it there before, is its file system mounted?"
+            raise NotFound(error.what, error.which, error.cause, remedy) from error
     parent, _, name = folder.rpartition("/")
     try:
         siblings = await list_fresh(store, parent)

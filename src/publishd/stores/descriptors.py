@@ -44,11 +44,16 @@ _ERRORS: dict[int, type[StoreError]] = {
     errno.EDQUOT: NoSpace,
 }
 
+_REMEDIES: dict[type[StoreError], str] = {
+    Denied: "see its owner and mode, and those of the folders above",
+    NoSpace: "free space, or raise the quota",
+}
+
 
 def _translate(what: str, path: str, error: OSError) -> StoreError:
     """The one place where errno becomes an error of ours; what it does not know is Unavailable."""
-    cause = error.strerror or str(error)
-    return _ERRORS.get(error.errno or 0, Unavailable)(what, path, cause)
+    kind = _ERRORS.get(error.errno or 0, Unavailable)
+    return kind(what, path, error.strerror or str(error), _REMEDIES.get(kind, ""))
 
 
 @contextlib.contextmanager

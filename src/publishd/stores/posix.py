@@ -180,7 +180,8 @@ class PosixStore:
                 ancestor = os.stat("/" + "/".join(parts[:depth]))
                 if (ancestor.st_dev, ancestor.st_ino) == (root.st_dev, root.st_ino):
                     return "/".join(parts[depth:])
-        raise NotPublished("cannot publish", save, f"it does not lie below the checkpoint root {self._path('')}")
+        cause = f"it does not lie below the checkpoint root {self._path('')}"
+        raise NotPublished("cannot publish", "/" + "/".join(parts), cause, "a relative SAVE is taken from the current folder")
 
     # Creating, moving, deleting: from a descriptor of the root, following no link below it
 
