@@ -27,7 +27,7 @@ from publishd.stores import Entry, Kind
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 
     from publishd.stores import Store
 
@@ -155,7 +155,10 @@ class MemoryStore:
         self.contents.pop(key, None)
         self._forget_inodes()
 
-    async def delete_tree(self, key: str) -> None:
+    async def delete_tree(self, key: str, first: Collection[str] = ()) -> None:
+        for name in first:
+            await asyncio.sleep(0)
+            self.contents.pop(f"{key}/{name}", None)
         await asyncio.sleep(0)
         self.remove(key)
 
@@ -231,8 +234,8 @@ class FaultyStore:
     async def delete(self, key: str) -> None:
         await self._effect("delete", key)(lambda: self.inner.delete(key))
 
-    async def delete_tree(self, key: str) -> None:
-        await self._effect("delete_tree", key)(lambda: self.inner.delete_tree(key))
+    async def delete_tree(self, key: str, first: Collection[str] = ()) -> None:
+        await self._effect("delete_tree", key)(lambda: self.inner.delete_tree(key, first))
 
     async def sync(self, key: str, *, recursive: bool) -> None:
         await self._effect("sync", key)(lambda: self.inner.sync(key, recursive=recursive))

@@ -12,6 +12,8 @@ import logging
 import os
 import re
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +21,7 @@ from publishd import __version__
 from publishd.errors import PublishdError, UsageError
 from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, quotable, unsigned
 from publishd.frameworks import FRAMEWORKS
-from publishd.log import to_stderr
+from publishd.log import to_stderr, write_all
 from publishd.publications import Publication, present, publish, published, resolve, resolve_verified, unsafe
 from publishd.stores import EXEC, open_store
 
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 
 DONE, FAILED, USAGE = 0, 1, 2
 _LOG_SECONDS = 1.0
+_THREADS = 4
+_THREAD_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ async def _resolve(options: Options, store: Store, _signals: Signals) -> int:
     if latest is None:
         log.info("nothing was published yet: %s: training begins anew", store.root)
     else:
-        _answer([_json(store, latest, present=True) if options.json else f"{store.root}/{latest.path}"])
+        await asyncio.to_thread(_answer, [_json(store, latest, present=True) if options.json else f"{store.root}/{latest.path}"])
     return DONE
 
 
@@ -106,7 +110,7 @@ async def _list(options: Options, store: Store, _signals: Signals) -> int:
         else:
             presence = "present" if publication in there else "gone"
             lines.append(f"{publication.epoch}\t{publication.step}\t{publication.path}\t{presence}")
-    _answer(lines)
+    await asyncio.to_thread(_answer, lines)
     return DONE
 
 
@@ -130,11 +134,12 @@ async def _prune(options: Options, store: Store, _signals: Signals) -> int:
         result = await prune(store, options.keep, note)
         removed, failed = result.removed, result.failed
     there = await present(store, removed) if options.json else set()
-    _answer(
+    await asyncio.to_thread(
+        _answer,
         [
             _json(store, publication, present=publication in there) if options.json else f"{store.root}/{publication.path}"
             for publication in removed
-        ]
+        ],
     )
     for error in failed:
         log.error("%s", error)
@@ -306,15 +311,16 @@ def _answer(lines: list[str]) -> None:
     try:
         if sys.stdout is None:
             raise OSError(0, "it is closed")
-        while content:
-            content = content[os.write(sys.stdout.fileno(), content) :]
+        write_all(sys.stdout.fileno(), content)
     except OSError as error:
         raise PublishdError("cannot write the answer", "stdout", error.strerror or str(error)) from error
 
 
 async def _run(command: Command, options: Options, signals: Signals) -> int:
     """The command's exit status, or an error if a signal ends it first."""
-    signals.attach(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    signals.attach(loop)
+    loop.set_default_executor(_started_threads())
     store = open_store(options.root, sync=options.sync)
     work = asyncio.ensure_future(command.run(options, store, signals))
     ended = asyncio.create_task((signals.abandon if command.stays else signals.stop).wait())
@@ -323,6 +329,18 @@ async def _run(command: Command, options: Options, signals: Signals) -> int:
         assert signals.last
         raise PublishdError("ended early", "", f"by {signals.last.name}")
     return work.result()
+
+
+def _started_threads() -> ThreadPoolExecutor:
+    """Threads for what may block, all started now: later there may be none to be had."""
+    threads = ThreadPoolExecutor(_THREADS)
+    met = threading.Barrier(_THREADS)
+    try:
+        for _ in range(_THREADS):
+            threads.submit(met.wait, _THREAD_SECONDS)
+    except RuntimeError as error:
+        raise PublishdError("cannot start", "threads", str(error), "see ulimit -u and the cgroup's pids.max") from error
+    return threads
 
 
 def _loop_factory(command: Command) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -343,13 +361,17 @@ def _expected(error: BaseException) -> PublishdError | None:
 
 def _execute(name: str, argv: list[str], signals: Signals) -> int:
     command = COMMANDS[name]
-    handler = to_stderr(name, threaded=command.stays)
+    handler = to_stderr(name)
     if not command.stays:
         gc.disable()  # a command that ends in a moment gains nothing from looking for cycles among 100,000 entries
     try:
         options = _options(command, argv)
         # The runner is never closed: that would wait for threads that the file system holds.
         runner = asyncio.Runner(loop_factory=_loop_factory(command))
+        try:
+            runner.get_loop()
+        except OSError as error:
+            raise PublishdError("cannot start", "event loop", error.strerror or str(error), "see ulimit -n") from error
         return runner.run(_run(command, options, signals))
     except BaseException as error:
         expected = _expected(error)
@@ -376,7 +398,7 @@ def _dispatch(argv: list[str], signals: Signals) -> int:
     wants_help = any(argument in ("-h", "-help", "--help") for argument in argv[: argv.index("--") if "--" in argv else None])
     if name in COMMANDS and not wants_help:
         return _execute(name, argv[1:], signals)
-    handler = to_stderr(name if name in COMMANDS else "", threaded=False)
+    handler = to_stderr(name if name in COMMANDS else "")
     try:
         if wants_help:
             _answer([(_command_help(name, COMMANDS[name]) if name in COMMANDS else _help()).rstrip("\n")])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_STEP = 2**64 - 1
 
-IN_PROCESS_LIMIT = 64 << 20
+IN_PROCESS_LIMIT = 8 << 20
 """Bytes of marker decoded in this process; a larger one is decoded in a child of its own."""
 
 _CHILD_SECONDS = 600

@@ -1,7 +1,7 @@
 """Reasons on stderr, one line per event: `publishd <command>: …`.
 
-A watch writes them from a thread of its own: the log may be a pipe nobody reads, or lie on the file system that hangs,
-and neither may hold up the loop or the deadline.
+They are written from a thread of their own: the log may be a pipe nobody reads, or lie on the file system that hangs,
+and neither may hold up the loop, a signal or a deadline.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import threading
 
 from publishd.errors import printable
@@ -21,49 +22,51 @@ _QUEUED_LINES = 10_000
 class StderrHandler(logging.Handler):
     """Writes each record as one line; a line that can't be written is lost, and nothing else happens."""
 
-    def __init__(self, command: str, *, threaded: bool) -> None:
+    def __init__(self, command: str) -> None:
         super().__init__(logging.INFO)
         self._prefix = f"publishd {command}: " if command else "publishd: "
-        self._lines: queue.Queue[bytes | None] | None = None
-        if threaded:
-            self._lines = queue.Queue(_QUEUED_LINES)
-            self._thread = threading.Thread(target=self._write_queued, args=(self._lines,), name="log", daemon=True)
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_QUEUED_LINES)
+        self._thread: threading.Thread | None = threading.Thread(target=self._write_queued, name="log", daemon=True)
+        try:
             self._thread.start()
+        except RuntimeError:  # no thread is to be had: better a line that may block than none
+            self._thread = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write or queue one record; control characters in it are escaped."""
         text = self._prefix + printable(record.getMessage()) + "\n"
         if record.exc_info:
             text += logging.Formatter().formatException(record.exc_info) + "\n"
-        line = text.encode("utf-8", "backslashreplace")
-        if self._lines is None:
-            _write(line)
-        else:
-            with contextlib.suppress(queue.Full):
-                self._lines.put_nowait(line)
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(text.encode("utf-8", "backslashreplace"))
 
     def finish(self, seconds: float) -> None:
         """Wait until all is written, but at most so long."""
-        if self._lines is not None:
-            with contextlib.suppress(queue.Full):
-                self._lines.put_nowait(None)
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        if self._thread is None:
+            self._write_queued()
+        else:
             self._thread.join(seconds)
 
-    @staticmethod
-    def _write_queued(lines: queue.Queue[bytes | None]) -> None:
-        while (line := lines.get()) is not None:
-            _write(line)
+    def _write_queued(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with contextlib.suppress(OSError):
+                write_all(_STDERR, line)
 
 
-def _write(line: bytes) -> None:
-    with contextlib.suppress(OSError):
-        while line:
-            line = line[os.write(_STDERR, line) :]
+def write_all(fd: int, content: bytes) -> None:
+    """Write all of it, however long that takes, also to a pipe that somebody has made non-blocking. Raises OSError."""
+    while content:
+        try:
+            content = content[os.write(fd, content) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
 
 
-def to_stderr(command: str, *, threaded: bool) -> StderrHandler:
+def to_stderr(command: str) -> StderrHandler:
     """Send the log of publishd, and warnings of what it is built on, to stderr."""
-    handler = StderrHandler(command, threaded=threaded)
+    handler = StderrHandler(command)
     logging.getLogger().addHandler(handler)
     logging.getLogger("publishd").setLevel(logging.INFO)
     return handler

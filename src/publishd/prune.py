@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from publishd.errors import InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError
+from publishd.errors import Denied, InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError, TooLarge
 from publishd.frameworks import FRAMEWORKS
 from publishd.publications import GONE, Publication, Saves, present, published, read
 from publishd.stores import PRUNE
@@ -108,7 +108,7 @@ class _Pruning:
         unfinished = []
         for record in records:
             if record in self._kept:
-                await self._store.delete(record.record)
+                await self._delete(record.record)
             else:
                 unfinished.append(record)
         return unfinished
@@ -122,8 +122,8 @@ class _Pruning:
                 withdrawn.append(victim)
             except NotFound:
                 pass  # another prune was faster, and finishes it
-            except NoSpace:
-                # No record can be made, so nothing may come between the entry and its save, which frees space.
+            except (NoSpace, NotAFile):
+                # No record can be made (a full disk, or junk of its name): nothing may come between the entry and its save.
                 await self._store.delete(victim.key)
                 await self.finish([victim], recorded=False)
             except StoreError as error:
@@ -145,12 +145,12 @@ class _Pruning:
                 done.append(publication)
         deleted = [publication for publication in done if not protected.touch(publication.path)]
         self.result.removed += deleted
-        gone = {publication.path for publication in deleted}
+        ours = {publication.path for publication in deleted if not recorded or await self._still_ours(publication)}
         for entry in await published(self._store):
-            if entry.path in gone:
-                await self._store.delete(entry.key)
+            if entry.path in ours:
+                await self._delete(entry.key)
         for publication in done:
-            await self._store.delete(publication.record)
+            await self._delete(publication.record)
 
     async def _still_ours(self, publication: Publication) -> bool:
         """Whether the record still stands: once another prune has finished it, the save's path may be used anew."""
@@ -158,6 +158,8 @@ class _Pruning:
             await self._store.read(publication.record, 0)
         except NotFound:
             return False
+        except (NotAFile, TooLarge, Denied):
+            return True  # whatever it holds, it stands
         except StoreError as error:
             self.result.failed.append(error)
             return False
@@ -165,9 +167,7 @@ class _Pruning:
 
     async def _delete_save(self, publication: Publication) -> bool:
         try:
-            for framework in FRAMEWORKS.values():
-                await self._delete_marker(f"{publication.path}/{framework.marker}")
-            await self._store.delete_tree(publication.path)
+            await self._store.delete_tree(publication.path, [framework.marker for framework in FRAMEWORKS.values()])
         except Linked as error:
             self._note("left alone", f"{self._store.root}/{publication.path}", f"{error.which} is a symbolic link")
             return False
@@ -176,8 +176,8 @@ class _Pruning:
             return False
         return True
 
-    async def _delete_marker(self, key: str) -> None:
+    async def _delete(self, key: str) -> None:
         try:
             await self._store.delete(key)
-        except NotAFile:
-            pass  # a folder that bears a marker's name marks nothing
+        except StoreError as error:
+            self.result.failed.append(error)

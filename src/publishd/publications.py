@@ -12,13 +12,14 @@ import re
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from publishd.errors import AlreadyExists, InvalidEntry, NotAFolder, NotFound, NotPublished
+from publishd.errors import AlreadyExists, InvalidEntry, NotAFolder, NotFound, NotPublished, Unavailable
 from publishd.frameworks import framework_of, incomplete, unfinished
 from publishd.stores import EXEC, PRUNE, PUB, Kind, list_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from publishd.frameworks import Framework
     from publishd.stores import Store
 
 _NAME = re.compile("([0-9]{20})-([0-9]{20})-([A-Z2-7]+)", re.ASCII)
@@ -166,22 +167,33 @@ async def published(store: Store) -> list[Publication]:
 
 async def present(store: Store, publications: Iterable[Publication]) -> set[Publication]:
     """Those publications whose save is there, by a fresh listing of each folder that holds one."""
-    siblings: dict[str, set[str]] = {}
+    siblings: dict[str, dict[str, Kind]] = {}
     there = set()
     for publication in publications:
         folder, _, name = publication.path.rpartition("/")
         if folder not in siblings:
-            siblings[folder] = await _names(store, folder)
-        if name in siblings[folder]:
+            siblings[folder] = await _kinds(store, folder)
+        kind = siblings[folder].get(name)
+        if kind in (Kind.FILE, Kind.FOLDER) or (kind is Kind.LINK and await _leads_somewhere(store, publication.path)):
             there.add(publication)
     return there
 
 
-async def _names(store: Store, folder: str) -> set[str]:
+async def _kinds(store: Store, folder: str) -> dict[str, Kind]:
     try:
-        return {entry.name for entry in await list_fresh(store, folder) or []}
+        return {entry.name: entry.kind for entry in await list_fresh(store, folder) or []}
     except NotAFolder:
-        return set()
+        return {}
+
+
+async def _leads_somewhere(store: Store, link: str) -> bool:
+    try:
+        await store.list(link)
+    except NotFound:
+        return False
+    except NotAFolder:
+        return True
+    return True
 
 
 async def resolve(store: Store) -> Publication | None:
@@ -206,7 +218,14 @@ async def _flaw(store: Store, publication: Publication) -> str | None:
     try:
         return await unfinished(store, framework_of(publication.path), publication.path)
     except NotFound:
-        return GONE
+        return await _gone(store, publication)
+
+
+async def _gone(store: Store, publication: Publication) -> str:
+    """The reason of a save that could not be opened. Raises NotFound where a listing shows it all the same."""
+    if await list_fresh(store, publication.path) is not None:
+        raise Unavailable("cannot look at", f"{store.root}/{publication.path}", "it could not be opened, and then it could")
+    return GONE
 
 
 GONE = "it was published, but it is gone"
@@ -240,25 +259,29 @@ async def _unusable(store: Store, publication: Publication) -> str | None:
     except NotAFolder:
         return "it is not a folder"
     except NotFound:
-        return GONE
+        return await _gone(store, publication)
 
 
 # Publishing
 
 
-async def announce(store: Store, publication: Publication) -> bool:
+async def announce(store: Store, publication: Publication, framework: Framework | None = None) -> bool:
     """Make the save durable and create its entry; True if this call created it, False if it stood there already.
 
-    The caller has checked the path, and calls `look_again` for what was created. Raises NotPublished where a prune has
-    withdrawn the save or the framework marks it as unfinished, StoreError where the store failed: then there is no
-    entry of ours.
+    With `framework` it is judged again just before the create: what was complete when it was found may have been
+    replaced while it waited or was synced. The caller has checked the path, and calls `look_again` for what was created.
+    Raises NotPublished where a prune has withdrawn the save, it is not complete, or its framework marks it as
+    unfinished; StoreError where the store failed: then there is no entry of ours.
     """
     if (await _withdrawn(store)).touch(publication.path):
         raise _refused(store, publication, _PRUNED, "prune finishes that; removing its record from prune/ keeps the save")
     await store.sync(publication.path, recursive=True)
-    torn = await unfinished(store, framework_of(publication.path), publication.path)
-    if torn:
-        raise _refused(store, publication, torn)
+    if framework:
+        reason = await incomplete(store, framework, publication.path)
+    else:
+        reason = await unfinished(store, framework_of(publication.path), publication.path)
+    if reason:
+        raise _refused(store, publication, reason)
     try:
         await store.create(publication.key)
     except AlreadyExists:

@@ -14,11 +14,11 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from publishd.errors import Denied, NotAFolder, NotFound, NotPublished, PublishdError, StoreError, SyncFailed
+from publishd.errors import NotAFolder, NotFound, NotPublished, PublishdError, StoreError, SyncFailed
 from publishd.frameworks import incomplete
 from publishd.prune import prune
 from publishd.publications import Publication, announce, check_path, look_again, read, too_long
-from publishd.stores import EXEC, PUB, Kind, list_fresh
+from publishd.stores import EXEC, PRUNE, PUB, Kind, list_fresh
 
 if TYPE_CHECKING:
     from publishd.frameworks import Framework
@@ -51,6 +51,7 @@ class _Save:
 
     name: str
     inode: int
+    kind: Kind
     step: int
     reason: str = ""
     """Why it is not complete."""
@@ -86,6 +87,7 @@ class Watcher:
         self._damaged: dict[tuple[str, int], SyncFailed] = {}
         self._trouble = ""
         self._said: set[str] = set()
+        self._noted: set[tuple[str, str]] = set()
         self._prunes: asyncio.Queue[None] = asyncio.Queue()
 
     async def run(self, *, once: bool = False) -> bool:
@@ -189,7 +191,9 @@ class Watcher:
 
     async def _look(self, *, last: bool) -> bool:
         """List the folder, judge what is not settled, newest first, and queue what is complete; False if one can't be judged."""
-        entries = await list_fresh(self._store, self._folder) or []
+        if last:
+            await self._unsettle()
+        entries = await list_fresh(self._store, self._folder)
         seen = True
         names: set[str] | None = None
         for save in self._unsettled(entries):
@@ -210,10 +214,20 @@ class Watcher:
                 self._queue.put_nowait((-save.step, next(self._tickets), save))
         return seen
 
-    def _unsettled(self, entries: list[Entry]) -> list[_Save]:
-        """The saves to judge, newest first; whatever the listing does not show is forgotten."""
+    async def _unsettle(self) -> None:
+        """Believe no longer that a save is settled if nothing in `pub/` or `prune/` names it.
+
+        Its publication may be gone, and a save made anew under its name may have got its inode.
+        """
+        if self._settled:
+            records = (await read(self._store, PRUNE)).publications
+            names = self._names(await self._read_pub()) | self._names(records)
+            self._settled = {name: inode for name, inode in self._settled.items() if name in names}
+
+    def _unsettled(self, entries: list[Entry] | None) -> list[_Save]:
+        """The saves to judge, newest first; whatever a listing does not show is forgotten."""
         settled, saves = {}, {}
-        for name, kind, inode in entries:
+        for name, kind, inode in entries or ():
             if self._settled.get(name) == inode or name in self._published_before:
                 settled[name] = inode
                 continue
@@ -221,7 +235,7 @@ class Watcher:
             if step is None or kind not in (Kind.FOLDER, Kind.LINK):
                 continue
             known = self._saves.get(name)
-            saves[name] = known if known and known.inode == inode else _Save(name, inode, step)
+            saves[name] = known if known and (known.inode, known.kind) == (inode, kind) else _Save(name, inode, kind, step)
             if (name, inode) in self._damaged:
                 self._give_up(saves[name], self._damaged[name, inode])
             elif kind is Kind.LINK:
@@ -230,6 +244,8 @@ class Watcher:
                 self._say(saves[name], "no save", saves[name].reason)
         if entries:
             self._published_before = set()
+        if entries is not None:
+            self._damaged = {key: error for key, error in self._damaged.items() if key[0] in saves}
         self._settled, self._saves = settled, saves
         self._met = self._met or bool(settled or saves)
         judged = (save for save in saves.values() if not (save.queued or save.hopeless))
@@ -238,10 +254,12 @@ class Watcher:
     async def _is_complete(self, save: _Save) -> bool:
         try:
             reason = await incomplete(self._store, self._framework, f"{self._folder}/{save.name}")
-        except (NotFound, NotAFolder):
-            reason = self._framework.unmarked  # it is just being removed or replaced
-        except Denied as error:
-            reason = f"{error.what}: {error.cause}"
+        except NotAFolder:
+            reason = self._framework.unmarked  # it is just being replaced
+        except NotFound:
+            if await list_fresh(self._store, f"{self._folder}/{save.name}") is not None:
+                raise
+            reason = self._framework.unmarked  # it is just being removed
         save.reason = reason or ""
         if reason and reason != self._framework.unmarked:
             self._say(save, "not complete yet", reason)
@@ -268,7 +286,7 @@ class Watcher:
             self._give_up(save, error)
             return
         try:
-            created = await announce(self._store, publication)
+            created = await announce(self._store, publication, self._framework)
         except NotPublished as error:
             self._judge_again(save, error)
         except SyncFailed as error:
@@ -336,7 +354,9 @@ class Watcher:
 
     async def _prune(self, keep: int) -> None:
         def note(what: str, which: str, cause: str) -> None:
-            log.warning("prune: %s: %s: %s", what, which, cause)
+            if (which, cause) not in self._noted:
+                self._noted.add((which, cause))
+                log.warning("prune: %s: %s: %s", what, which, cause)
 
         try:
             result = await prune(self._store, keep, note)

@@ -16,7 +16,7 @@ from publishd.errors import NotAFolder, NotFound, UsageError
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Collection
 
 PUB = "pub"
 """The folder of entries. It and `PRUNE` are publishd's own, and never links."""
@@ -76,9 +76,9 @@ class Store(Protocol):
     async def create(self, key: str) -> None:
         """Of all who create this key, one succeeds: an empty file stands there, durable, and was not there before.
 
-        Raises AlreadyExists (what stands there is durable and untouched). After any other error nothing of ours is
-        there, unless the store itself can't tell. Missing parent folders are made; the root never is. Whoever makes
-        `pub/` makes `prune/` first.
+        Raises AlreadyExists where a file stands there, durable and untouched, NotAFile where something else does. After
+        any other error nothing of ours is there, unless the store itself can't tell. Missing parent folders are made;
+        the root never is. Whoever makes `pub/` makes `prune/` first.
         """
         ...
 
@@ -96,11 +96,12 @@ class Store(Protocol):
         """
         ...
 
-    async def delete_tree(self, key: str) -> None:
+    async def delete_tree(self, key: str, first: Collection[str] = ()) -> None:
         """The file, or the folder with all it holds, is gone, and nothing else is; that it was not there is success.
 
-        Links inside are removed as links. Raises Linked where `key` or a parent is a link, Denied where another file
-        system is mounted inside. After an error a part may be gone.
+        The files in it that `first` names go before all else. Links inside are removed as links. Raises Linked where
+        `key` or a parent is a link, Denied where another file system is mounted inside. After an error a part may be
+        gone.
         """
         ...
 

@@ -65,6 +65,12 @@ def translated(what: str, path: str) -> Iterator[None]:
         raise _translate(what, path, error) from error
 
 
+def close_read(fd: int) -> None:
+    """Give back a descriptor that was only read from: what its close may fail with (NFS, FUSE) changes nothing."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 class Place:
     """A descriptor of a folder and a name in it."""
 
@@ -79,11 +85,11 @@ class Place:
 
     def close(self) -> None:
         """Give the descriptor back."""
-        os.close(self.fd)
+        close_read(self.fd)
 
     def replace(self, fd: int) -> None:
         """Step to another folder."""
-        os.close(self.fd)
+        close_read(self.fd)
         self.fd = fd
 
     def is_taken(self) -> bool:
@@ -96,20 +102,24 @@ class Place:
 
 
 class Folder:
-    """A folder met by `folders_bottom_up`: its descriptor, its parent's, and its children that are not folders."""
+    """A folder met by `folders_bottom_up`: its descriptor, which it takes over, its parent's, and its children."""
 
     def __init__(self, name: str, path: str, fd: int) -> None:
         self.name, self.path, self.fd, self.parent = name, path, fd, -1
-        self.identity = _identity(fd)
-        with os.scandir(fd) as scan:
-            children = list(scan)
+        try:
+            self.identity = _identity(fd)
+            with os.scandir(fd) as scan:
+                children = list(scan)
             self.folders = [child.name for child in children if child.is_dir(follow_symlinks=False)]
             self.others = [child for child in children if not child.is_dir(follow_symlinks=False)]
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the descriptor back, if it is open."""
         if self.fd >= 0:
-            os.close(self.fd)
+            close_read(self.fd)
             self.fd = -1
 
     def reopen(self, below: int) -> None:
@@ -124,42 +134,36 @@ def _identity(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def folders_bottom_up(parent: int, name: str, path: str, what: str, *, one_device: bool = False) -> Iterator[Folder]:
-    """Each folder from the deepest up to `name` itself, entered through descriptors only; no link is followed.
+def folders_bottom_up(parent: int, top: Folder, what: str, *, one_device: bool = False) -> Iterator[Folder]:
+    """Each folder from the deepest up to `top`, which stands in `parent`, entered through descriptors only.
 
-    `one_device`: raise Denied at a folder on another device than the parent's. A folder that vanished meanwhile is
-    passed over. However deep they are, not many are open at a time.
+    No link is followed. `one_device`: raise Denied at a folder on another device than the parent's. A folder that
+    vanished meanwhile is passed over. However deep they are, not many are open at a time; all are closed in the end.
     """
     device = os.fstat(parent).st_dev
-    stack: list[Folder] = []
+    stack = [top]
 
-    def enter(above: int, child: str, child_path: str) -> None:
-        with translated(what, child_path), contextlib.suppress(FileNotFoundError):
-            fd = os.open(child, FOLDER | os.O_NOFOLLOW, dir_fd=above)
-            try:
-                if one_device and os.fstat(fd).st_dev != device:
-                    raise Denied(what, child_path, "another file system is mounted here")
-                stack.append(Folder(child, child_path, fd))
-            except BaseException:
-                os.close(fd)
-                raise
+    def enter(above: Folder, child: str) -> None:
+        path = f"{above.path}/{child}"
+        with translated(what, path), contextlib.suppress(FileNotFoundError):
+            stack.append(Folder(child, path, os.open(child, FOLDER | os.O_NOFOLLOW, dir_fd=above.fd)))
+            if one_device and stack[-1].identity[0] != device:
+                raise Denied(what, path, "another file system is mounted here")
         if len(stack) > _OPEN_FOLDERS:
             stack[-1 - _OPEN_FOLDERS].close()
 
     try:
-        enter(parent, name, path)
         while stack:
-            top = stack[-1]
-            if top.folders:
-                child = top.folders.pop()
-                enter(top.fd, child, f"{top.path}/{child}")
+            inner = stack[-1]
+            if inner.folders:
+                enter(inner, inner.folders.pop())
                 continue
             above = stack[-2] if len(stack) > 1 else None
             if above and above.fd < 0:
                 with translated(what, above.path):
-                    above.reopen(top.fd)
-            top.parent = above.fd if above else parent
-            yield top
+                    above.reopen(inner.fd)
+            inner.parent = above.fd if above else parent
+            yield inner
             stack.pop().close()
     finally:
         for folder in stack:

@@ -27,11 +27,11 @@ from publishd.errors import (
     UsageError,
 )
 from publishd.stores import PRUNE, PUB, Entry, Kind
-from publishd.stores.descriptors import FOLDER, Place, folders_bottom_up, translated
+from publishd.stores.descriptors import FOLDER, Folder, Place, close_read, folders_bottom_up, translated
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Collection
 
     from aiofiles.threadpool.binary import AsyncBufferedReader
 
@@ -93,8 +93,8 @@ class PosixStore:
     async def delete(self, key: str) -> None:
         await asyncio.to_thread(self._delete, key)
 
-    async def delete_tree(self, key: str) -> None:
-        await asyncio.to_thread(self._delete_tree, key)
+    async def delete_tree(self, key: str, first: Collection[str] = ()) -> None:
+        await asyncio.to_thread(self._delete_tree, key, first)
 
     async def sync(self, key: str, *, recursive: bool) -> None:
         if self._sync_wanted:
@@ -120,7 +120,7 @@ class PosixStore:
             with translated("cannot list", self._path(folder)), os.scandir(fd) as children:
                 return [Entry(child.name, kind, child.inode()) for child in children if (kind := _kind(child))]
         finally:
-            os.close(fd)
+            close_read(fd)
 
     def _open_folder(self, folder: str) -> int:
         """Open root and folders one by one, following links except where publishd's own folders should be."""
@@ -134,7 +134,7 @@ class PosixStore:
                 with translated("cannot list", path):
                     below = os.open(name, flags, dir_fd=fd)
             finally:
-                os.close(fd)
+                close_read(fd)
             fd = below
         return fd
 
@@ -154,9 +154,13 @@ class PosixStore:
         finally:
             closing = asyncio.ensure_future(file.close())
             self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            closing.add_done_callback(self._closed)
             if not cancelled:  # a read that hangs holds the file, and closing waits for it: nobody else may
-                await closing
+                await asyncio.wait([closing])
+
+    def _closed(self, closing: asyncio.Future[None]) -> None:
+        self._closing.discard(closing)
+        closing.cancelled() or closing.exception()  # what was read was read, however its close fails
 
     def _name_limit(self) -> int:
         """PC_NAME_MAX of `pub/`, or of the root as long as there is no `pub/`."""
@@ -168,7 +172,7 @@ class PosixStore:
             with translated("cannot ask for the name limit of", self._path(PUB)):
                 return os.fpathconf(fd, "PC_NAME_MAX")
         finally:
-            os.close(fd)
+            close_read(fd)
 
     def _locate(self, save: str) -> str:
         with translated("cannot use the root", self._path("")):
@@ -195,13 +199,14 @@ class PosixStore:
             raise Unavailable(what, self._path(""), f"the root is gone: {error.cause}") from error
         path = self.root
         try:
-            device = os.fstat(place.fd).st_dev
+            with translated(what, self._path("")):
+                device = os.fstat(place.fd).st_dev
             for folder in folders:
                 path = f"{path}/{folder}"
                 with translated(what, path):
                     place.replace(_step_down(place.fd, folder, path, make=make, sync=self._sync_wanted))
-                if os.fstat(place.fd).st_dev != device:
-                    raise Denied(what, path, "another file system is mounted here")
+                    if os.fstat(place.fd).st_dev != device:
+                        raise Denied(what, path, "another file system is mounted here")
         except BaseException:
             place.close()
             raise
@@ -213,6 +218,8 @@ class PosixStore:
             try:
                 fd = os.open(folder.name, _NEW_FILE | os.O_EXCL, 0o666, dir_fd=folder.fd)
             except FileExistsError:
+                if not stat.S_ISREG(os.stat(folder.name, dir_fd=folder.fd, follow_symlinks=False).st_mode):
+                    raise NotAFile("cannot create", path, "something that is not a regular file stands there") from None
                 # Whoever created it may have died before it was durable.
                 if self._sync_wanted:
                     _sync_folder(folder.fd, os.path.dirname(path))
@@ -257,7 +264,7 @@ class PosixStore:
         with place, translated("cannot delete", self._path(key)), contextlib.suppress(FileNotFoundError):
             os.unlink(place.name, dir_fd=place.fd)
 
-    def _delete_tree(self, key: str) -> None:
+    def _delete_tree(self, key: str, first: Collection[str]) -> None:
         path = self._path(key)
         try:
             place = self._enter(key, "cannot delete")
@@ -268,34 +275,37 @@ class PosixStore:
             if stat.S_ISLNK(found.st_mode):
                 raise Linked("cannot delete", path, "it is a symbolic link")
             if stat.S_ISDIR(found.st_mode):
-                _remove_folder(place, path)
+                _remove_folder(place, path, first)
             else:
                 os.unlink(place.name, dir_fd=place.fd)
 
     # Durability
 
     def _sync(self, key: str, recursive: bool) -> None:
-        """Sync the save's files, its folders bottom-up, then each parent up to the root; links are left alone."""
+        """Sync the save's files, its folders bottom-up, then each parent up to the root; links inside are left alone."""
         *folders, name = key.split("/")
+        path = self._path(key)
         parent = self._open_folder("/".join(folders))
         try:
-            with translated("cannot sync", self._path(key)):
-                mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
-                if stat.S_ISREG(mode):
-                    _sync_path(name, parent, self._path(key))
-                elif stat.S_ISDIR(mode) and recursive:
-                    _sync_tree(parent, name, self._path(key))
-                elif stat.S_ISDIR(mode):
-                    _sync_path(name, parent, self._path(key), folder=True)
+            with translated("cannot sync", path):
+                is_folder = stat.S_ISDIR(os.stat(name, dir_fd=parent).st_mode)
+                fd = os.open(name, FOLDER if is_folder else _FILE & ~os.O_NOFOLLOW, dir_fd=parent)
+                if is_folder and recursive:
+                    _sync_tree(parent, Folder(name, path, fd))
+                else:
+                    try:
+                        (_sync_folder if is_folder else _sync_file)(fd, path)
+                    finally:
+                        close_read(fd)
         finally:
-            os.close(parent)
+            close_read(parent)
         for depth in range(len(folders), -1, -1):
             folder = "/".join(folders[:depth])
             fd = self._open_folder(folder)
             try:
                 _sync_folder(fd, self._path(folder))
             finally:
-                os.close(fd)
+                close_read(fd)
 
 
 def _kind(child: os.DirEntry[str]) -> Kind | None:
@@ -357,8 +367,19 @@ def _step_down(fd: int, name: str, path: str, *, make: bool, sync: bool) -> int:
     return os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
 
 
-def _remove_folder(place: Place, path: str) -> None:
-    for inside in folders_bottom_up(place.fd, place.name, path, "cannot delete", one_device=True):
+def _remove_folder(place: Place, path: str, first: Collection[str]) -> None:
+    """Delete what this folder holds, through a descriptor of it: never what is made under its name meanwhile."""
+    top = Folder(place.name, path, os.open(place.name, FOLDER | os.O_NOFOLLOW, dir_fd=place.fd))
+    try:
+        if top.identity[0] != os.fstat(place.fd).st_dev:
+            raise Denied("cannot delete", path, "another file system is mounted here")
+        for name in first:
+            with translated("cannot delete", f"{path}/{name}"), contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(name, dir_fd=top.fd)
+    except BaseException:
+        top.close()
+        raise
+    for inside in folders_bottom_up(place.fd, top, "cannot delete", one_device=True):
         for child in inside.others:
             with translated("cannot delete", f"{inside.path}/{child.name}"), contextlib.suppress(FileNotFoundError):
                 os.unlink(child.name, dir_fd=inside.fd)
@@ -366,21 +387,22 @@ def _remove_folder(place: Place, path: str) -> None:
             os.rmdir(inside.name, dir_fd=inside.parent)
 
 
-def _sync_tree(parent: int, name: str, path: str) -> None:
-    for inside in folders_bottom_up(parent, name, path, "cannot sync"):
+def _sync_tree(parent: int, top: Folder) -> None:
+    for inside in folders_bottom_up(parent, top, "cannot sync"):
         for child in inside.others:
             if child.is_file(follow_symlinks=False):
-                _sync_path(child.name, inside.fd, f"{inside.path}/{child.name}")
+                _sync_child(child.name, inside)
         _sync_folder(inside.fd, inside.path)
 
 
-def _sync_path(name: str, parent: int, path: str, *, folder: bool = False) -> None:
+def _sync_child(name: str, folder: Folder) -> None:
+    path = f"{folder.path}/{name}"
     with translated("cannot sync", path), contextlib.suppress(FileNotFoundError):
-        fd = os.open(name, FOLDER | os.O_NOFOLLOW if folder else _FILE, dir_fd=parent)
+        fd = os.open(name, _FILE, dir_fd=folder.fd)
         try:
-            (_sync_folder if folder else _sync_file)(fd, path)
+            _sync_file(fd, path)
         finally:
-            os.close(fd)
+            close_read(fd)
 
 
 def _sync_file(fd: int, path: str) -> None:
