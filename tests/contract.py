@@ -278,18 +278,18 @@ class StoreContract:
         assert await self.raw_names(PUB) == {NAME}
 
     async def test_create_leaves_a_folder_that_stands_there(self, store: Store) -> None:
-        """A folder under the key is something that exists as well."""
+        """A folder under the key is no entry, and stays."""
         self._need(self.has_folders)
         await self.raw_write(f"{ENTRY}/inside", b"")
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(NotAFile):
             await store.create(ENTRY)
         assert await self.raw_names(ENTRY) == {"inside"}
 
     async def test_create_leaves_a_link_that_stands_there(self, store: Store) -> None:
-        """A link under the key exists, even one that leads nowhere: nothing is made at its end."""
+        """A link under the key is no entry, even one that leads nowhere: nothing is made at its end."""
         self._need(self.has_links)
         await self.raw_link(ENTRY, "elsewhere")
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(NotAFile):
             await store.create(ENTRY)
         assert not await self.raw_exists("elsewhere")
 

@@ -91,7 +91,7 @@ def test_b05_a_state_of_another_step_is_not_published_and_said_once(root: Root) 
     with Watch(root) as watch:
         ended = watch.scanned().scanned().scanned().stop().succeeded(b"")
     assert root.steps == [1, 2, 3, 47, 48]
-    assert ended.err.count("not complete yet: trainer_state.json says global_step 26") == 1, ended
+    assert ended.err.count("checkpoint-45: trainer_state.json says global_step 26") == 1, ended
 
 
 LOOK_ALIKES = [
@@ -192,7 +192,7 @@ def test_b11_an_unreadable_marker_is_said_with_its_path_and_tried_again(root: Ro
     with Watch(root, prefix=ORDINARY_USER, umask=0o027) as watch:
         watch.scanned().scanned()
         assert root.steps == [1, 2, 500]
-        assert watch.log.count(f"{marker.parent}: not complete yet: trainer_state.json cannot be read: Permission denied") == 1
+        assert watch.log.count(f"not complete yet: {marker.parent}: trainer_state.json cannot be read: Permission denied") == 1
         marker.chmod(0o644)
         eventually(lambda: 600 in root.steps, "the publication of the readable save")
         watch.stop().succeeded(b"")

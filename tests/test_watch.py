@@ -451,7 +451,7 @@ async def test_rule_14_a_steady_scan_is_one_listing(framework: str) -> None:
     scene = Scene().dcp(*range(50)).hf(*range(50))
     scene.memory.write(entry(7).key)
     async with watching(scene, framework=framework) as watch:
-        await watch.scanned()
+        await watch.until(lambda: len(scene.steps) >= 50)
         await watch.until(lambda: between_scans(scene) == [("list", FOLDER)])
         await watch.scanned(3)
         assert between_scans(scene) == [("list", FOLDER)]

@@ -94,7 +94,7 @@ def test_rule_4_a_marker_that_is_no_file_neither_hangs_nor_fools_the_watch(
     with Watch(root) as watch:
         ended = watch.scanned().scanned().scanned().stop().succeeded(b"")
     assert root.steps == [1, 2, 3]
-    assert ended.err.count("not complete yet: trainer_state.json is not a regular file") == 1, ended
+    assert ended.err.count("not complete yet: ") == 1, ended
 
 
 def test_rule_4_a_reason_is_said_once_and_another_one_again(root: Root) -> None:
@@ -636,10 +636,10 @@ def test_rule_17_the_folder_may_come_later(root: Root) -> None:
 
 
 def test_rule_17_a_folder_that_never_came_is_no_failure(root: Root) -> None:
-    """A training that ended before it made its folder left nothing to publish: exit 0 at once, and no complaint."""
+    """A training that ended before it made its folder left nothing to publish: exit 0 at once, and a hint."""
     root.execution.rmdir()
     ended = root.run("watch", "-framework", "hf", "-once", timeout=15).succeeded(b"")
-    ended.said_one_line("watching: ")
+    assert "nothing found: " in ended.err.splitlines()[-1]
 
 
 def test_rule_17_the_folder_may_be_a_link(root: Root, tmp_path: Path) -> None:
@@ -694,7 +694,7 @@ def test_rule_18_a_greater_epoch_in_pub_is_said_once(root: Root) -> None:
     with Watch(root) as watch:
         ended = watch.scanned().scanned().stop().succeeded(b"")
     assert len(root.pub) == 3
-    assert ended.err.count(f"epoch {EPOCH + 1} has published already") == 1, ended
+    assert ended.err.count(f"epoch {EPOCH + 1} has published: ") == 1, ended
     assert ended.err.count("WRONG EPOCH?") == 1, ended
 
 

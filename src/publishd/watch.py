@@ -244,8 +244,6 @@ class Watcher:
                 self._say(saves[name], "no save", saves[name].reason)
         if entries:
             self._published_before = set()
-        if entries is not None:
-            self._damaged = {key: error for key, error in self._damaged.items() if key[0] in saves}
         self._settled, self._saves = settled, saves
         self._met = self._met or bool(settled or saves)
         judged = (save for save in saves.values() if not (save.queued or save.hopeless))
