@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import ast
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import unicodedata
 from itertools import chain
 from pathlib import Path
@@ -27,6 +30,7 @@ from commands import (
     Root,
     Watch,
     environment,
+    eventually,
     require,
     require_program,
     run,
@@ -761,3 +765,50 @@ def test_resolve_on_a_folder_imports_nothing_that_only_others_need(root: Root) -
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in ran.err.splitlines()}
     assert "publishd" in imported
     assert not imported & {"aiobotocore", "botocore", "aiohttp", "hvac", "requests", "uvloop", "boto3", "urllib3", "argparse"}
+
+
+@pytest.mark.parametrize("make", ["link to nothing", "fifo"])
+def test_what_is_no_save_is_not_published(root: Root, make: str) -> None:
+    """SAVE must be a file or a folder, be it through a link."""
+    odd = root.execution / "odd"
+    odd.symlink_to("nowhere") if make == "link to nothing" else os.mkfifo(odd)
+    root.run("publish", odd, "5").failed("there is no such save")
+    assert root.pub == []
+
+
+@pytest.mark.parametrize("blocked", ["stdout", "stderr"])
+def test_a_signal_ends_a_command_whose_output_nobody_reads(root: Root, blocked: str) -> None:
+    """A pager that does not read on holds up neither SIGTERM nor Ctrl-C."""
+    for step in range(1_500):
+        root.publish(f"exec/{root.attempt}/checkpoint-{step}", step)
+    command = ["list"] if blocked == "stdout" else ["prune", "-keep", "1"]
+    stdout, stderr = (subprocess.PIPE if blocked == name else subprocess.DEVNULL for name in ("stdout", "stderr"))
+    process = subprocess.Popen(
+        [PUBLISHD, *command, "-checkpoint", str(root.path)], env=environment(), stdout=stdout, stderr=stderr
+    )
+    try:
+        stream = process.stdout or process.stderr
+        assert stream
+        size = fcntl.fcntl(stream, fcntl.F_GETPIPE_SZ)
+        eventually(lambda: waiting_in(stream.fileno()) > size - 4096, "a full pipe")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def waiting_in(pipe: int) -> int:
+    """How many bytes wait in a pipe."""
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
+
+
+@pytest.mark.parametrize("command", [("resolve",), ("watch", "-framework", "hf", "-once")])
+def test_no_threads_left_is_one_line(root: Root, command: tuple[str, ...]) -> None:
+    """Where no thread may be started the command says so, and does nothing."""
+    strace = require_program("strace", "strace")
+    fault = "inject=clone,clone3:error=EAGAIN:when=2+"
+    prefix = (strace, "-f", "-qq", "-o", "/dev/null", "-e", "trace=clone,clone3", "-e", fault)
+    root.run(*command, prefix=prefix).failed("cannot start: threads: can't start new thread")

@@ -1128,3 +1128,81 @@ async def test_an_existing_entry_is_told_from_a_new_one(root: Root, store: Posix
     with pytest.raises(AlreadyExists):
         await PosixStore(str(root.path)).create(ENTRY)
     assert root.tree() == before
+
+
+# Errors where nobody expects one
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+async def test_rule15_an_error_of_fstat_is_the_store_s(
+    monkeypatch: pytest.MonkeyPatch, root: Root, store: PosixStore, number: int
+) -> None:
+    """Looking at a descriptor may fail on NFS like anything else."""
+    root.hf(500)
+    (root.path / "pub").mkdir()
+
+    def failing(_: int) -> os.stat_result:
+        raise OSError(number, os.strerror(number))
+
+    for call in (store.create(ENTRY), store.move(ENTRY, RECORD), store.delete(ENTRY), store.delete_tree(SAVE)):
+        with monkeypatch.context() as patch:
+            patch.setattr("publishd.stores.posix.os.fstat", failing)
+            with pytest.raises(StoreError):
+                await call
+
+
+async def test_an_error_of_close_after_reading_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, root: Root, store: PosixStore
+) -> None:
+    """A descriptor that was only read from has nothing to lose when it is closed."""
+    root.hf(500)
+    real = os.close
+
+    def failing(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("publishd.stores.descriptors.os.close", failing)
+    assert {child.name for child in await store.list(SAVE)} == {"model.safetensors", "trainer_state.json"}
+    await store.sync(SAVE, recursive=True)
+    await store.delete_tree(SAVE)
+    assert not (root.path / SAVE).exists()
+
+
+async def test_rule11_a_folder_made_anew_during_the_deletion_stays(
+    monkeypatch: pytest.MonkeyPatch, root: Root, store: PosixStore, tmp_path: Path
+) -> None:
+    """The deletion goes through a descriptor of the folder that was there: one put in its place loses nothing."""
+    save = root.hf(500)
+
+    def replaced() -> None:
+        save.rename(tmp_path / "old")
+        root.hf(500)
+
+    real = os.unlink
+    calls = iter([replaced])
+
+    def unlink(*arguments: Any, **options: Any) -> None:
+        next(calls, lambda: None)()
+        real(*arguments, **options)
+
+    monkeypatch.setattr("publishd.stores.posix.os.unlink", unlink)
+    assert await error_of(store.delete_tree(SAVE, ["trainer_state.json"]))
+    assert sorted(os.listdir(save)) == ["model.safetensors", "trainer_state.json"]
+
+
+async def test_rule2_a_save_that_is_a_link_is_synced_where_it_leads(
+    monkeypatch: pytest.MonkeyPatch, root: Root, store: PosixStore, tmp_path: Path
+) -> None:
+    """A save published by hand through a link is made durable at the link's end."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights").touch()
+    (root.path / "linked").symlink_to(tmp_path / "elsewhere")
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr("publishd.stores.posix.os.fsync", fsync)
+    await store.sync("linked", recursive=True)
+    assert synced[:2] == [f"{tmp_path}/elsewhere/weights", f"{tmp_path}/elsewhere"]

@@ -644,3 +644,66 @@ def test_a_publisher_that_meets_a_prune_never_publishes_a_removed_save(root: Roo
     there = {entry.path for entry in asyncio.run(published(PosixStore(str(root.path))))}
     assert {f"exec/1.4101.0/{name}" for name in saves(root)} == there
     assert root.records == []
+
+
+# Two prunes, and what is made anew meanwhile
+
+
+def test_what_another_prune_finished_and_training_made_anew_keeps_its_entry(root: Root) -> None:
+    """Rule 13: an entry that stands because the record was finished by somebody else is none of this prune's."""
+    published_saves(root, 1, 2)
+
+    def made_anew() -> None:
+        for name in root.records:
+            (root.path / "prune" / name).unlink()
+        published_saves(root, 1)
+
+    result = pruned(root, ("delete_tree", "*", after(made_anew)))
+    assert not result.failed
+    assert (root.steps, saves(root)) == ([1, 2], ["checkpoint-1", "checkpoint-2"])
+
+
+@pytest.mark.parametrize("whole", ["x", "chmod"])
+def test_a_record_that_is_not_readable_or_not_empty_is_finished(root: Root, whole: str) -> None:
+    """Rule 12: a record is its name; what it holds, and who may read it, does not matter."""
+    published_saves(root, 1, 2)
+    oldest = root.path / "pub" / root.pub[0]
+    oldest.write_text("x") if whole == "x" else oldest.chmod(0)
+    root.run("prune", "-keep", "1", prefix=ORDINARY_USER).succeeded(f"{root.execution}/checkpoint-1\n".encode())
+    assert (root.steps, root.records, saves(root)) == ([2], [], ["checkpoint-2"])
+
+
+def test_a_record_that_cannot_be_deleted_keeps_no_other_victim(root: Root) -> None:
+    """Rule 12: its failure is named, and the others go."""
+    published_saves(root, 1, 2, 3)
+    result = pruned(root, ("delete", f"prune/{root.pub[0]}", fails(Denied)))
+    assert [type(error) for error in result.failed] == [Denied]
+    assert (root.steps, saves(root), len(root.records)) == ([3], ["checkpoint-3"], 1)
+
+
+def test_junk_that_bears_a_record_s_name_does_not_protect_the_victim(root: Root) -> None:
+    """Rule 12: where no record can be made the entry is deleted directly; the junk is named, and stays."""
+    published_saves(root, 1, 2)
+    junk = root.path / "prune" / root.pub[0]
+    junk.mkdir()
+    assert str(junk) in root.run("prune", "-keep", "1").succeeded().err
+    assert (root.steps, saves(root), root.records) == ([2], ["checkpoint-2"], [junk.name])
+
+
+def test_a_dry_run_shows_what_an_earlier_prune_left(root: Root) -> None:
+    """What a real run would finish is part of what it would remove."""
+    published_saves(root, 3)
+    record(root, root.hf(1), 1)
+    before_it = root.tree()
+    would = root.run("prune", "-keep", "1", "-dry-run").succeeded(f"{root.execution}/checkpoint-1\n".encode()).out
+    assert root.tree() == before_it
+    root.run("prune", "-keep", "1").succeeded(would)
+
+
+def test_a_save_that_is_kept_is_not_in_the_answer(root: Root) -> None:
+    """The answer names what is gone: a save that something later needs is on stderr only."""
+    save = root.hf(1)
+    root.publish(save, 1)
+    root.publish(save, 2)
+    assert "save kept" in root.run("prune", "-keep", "1").succeeded(b"").err
+    assert save.exists()

@@ -834,3 +834,14 @@ async def test_a_script_is_followed_in_order(memory: MemoryStore) -> None:
     with pytest.raises(Unavailable):
         await store.read(f"{SAVE}/none", 1)
     assert store.script == []
+
+
+async def test_verify_does_not_believe_that_a_listed_save_is_gone() -> None:
+    """Rule 6: "no such name" for what its folder's listing shows is a doubt, as NFS caches it; it is no older answer."""
+    memory = MemoryStore()
+    for step in (1, 2):
+        memory.write(f"exec/a/step-{step}/.metadata")
+        memory.write(Publication(1, step, f"exec/a/step-{step}").key)
+    store = FaultyStore(memory, [("list", "exec/a/step-2", fails(NotFound))])
+    with pytest.raises(StoreError):
+        await resolve_verified(store, lambda *_: None)

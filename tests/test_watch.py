@@ -12,6 +12,7 @@ from fakes import FaultyStore, MemoryStore, after, before, fails, loses_reply, p
 from publishd.errors import Denied, NoSpace, NotPublished, StoreError, SyncFailed, Unavailable
 from publishd.frameworks import FRAMEWORKS
 from publishd.publications import Publication
+from publishd.stores import Kind
 from publishd.watch import Watcher, WatchOptions
 
 if TYPE_CHECKING:
@@ -530,3 +531,67 @@ async def test_rule_3_an_attempt_too_long_for_any_save_ends_the_watch() -> None:
         with pytest.raises((NotPublished, ExceptionGroup)) as raised:
             watch.task.result()
     assert "names on this store can carry" in repr(raised.value)
+
+
+# Saves that are replaced, and inodes that are used again
+
+
+async def test_a_save_replaced_by_a_half_one_while_it_waits_is_not_published() -> None:
+    """What was complete when it was found is judged again just before its entry is made."""
+    go, reached = asyncio.Event(), asyncio.Event()
+    scene = Scene(("sync", f"{FOLDER}/step-9", waits(go, reached=reached))).dcp(1, 9)
+    async with watching(scene) as watch:
+        await reached.wait()
+        await watch.scanned()
+        scene.memory.remove(f"{FOLDER}/step-1")
+        scene.memory.write(f"{FOLDER}/step-1/__0_0.distcp")
+        go.set()
+        await watch.published(9)
+        assert await watch.drained()
+    assert scene.steps == [9]
+
+
+async def test_rule_16_a_settled_save_that_nothing_names_any_more_is_published_at_the_end() -> None:
+    """Its inode is no proof: a save made anew under its name may have got the same one."""
+    scene = Scene().dcp(1)
+    async with watching(scene) as watch:
+        await watch.published(1)
+        await watch.scanned()
+        scene.memory.remove(entry(1).key)
+        await watch.scanned(2)
+        assert scene.steps == []
+        assert await watch.drained()
+    assert scene.steps == [1]
+
+
+async def test_rule_12_a_settled_save_that_a_prune_withdrew_is_left_alone_at_the_end() -> None:
+    """A record names it, so that it is no save that somebody forgot to publish."""
+    scene = Scene().dcp(1)
+    async with watching(scene) as watch:
+        await watch.published(1)
+        await watch.scanned()
+        scene.memory.remove(entry(1).key)
+        scene.memory.write(entry(1).record)
+        assert await watch.drained()
+    assert scene.steps == []
+
+
+async def as_links(operation: Callable[[], Awaitable[Any]]) -> Any:
+    """A listing in which every folder is a link with the same inode."""
+    return [child._replace(kind=Kind.LINK) for child in await operation()]
+
+
+async def test_a_link_that_becomes_a_folder_of_the_same_inode_is_a_save() -> None:
+    """A folder made where a link was removed may get its inode."""
+    scene = Scene(("list", FOLDER, as_links)).dcp(1)
+    async with watching(scene) as watch:
+        await watch.published(1)
+
+
+async def test_rule_16_a_save_whose_folder_may_not_be_listed_is_no_incomplete_one() -> None:
+    """Only an unreadable marker means "not complete yet": here the drain tries again, and publishes."""
+    scene = Scene(("list", f"{FOLDER}/step-1", fails(Denied))).dcp(1)
+    async with watching(scene, once=True) as watch:
+        async with asyncio.timeout(SECONDS):
+            assert await watch.task
+    assert scene.steps == [1]

@@ -149,7 +149,7 @@ class _Pruning:
         for entry in await published(self._store):
             if entry.path in ours:
                 await self._delete(entry.key)
-        for publication in done:
+        for publication in done if recorded else ():
             await self._delete(publication.record)
 
     async def _still_ours(self, publication: Publication) -> bool:
