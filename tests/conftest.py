@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ pytest.register_assert_rewrite("contract", "commands")
 from commands import Root  # noqa: E402 - its asserts are rewritten
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -18,3 +20,14 @@ if TYPE_CHECKING:
 def root(tmp_path: Path) -> Root:
     """A checkpoint root with the folder of one execution."""
     return Root(tmp_path / "root").make()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_is_ignored() -> Iterator[None]:
+    """Where the tests themselves run under nohup or in the background, what they start must not inherit it."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)

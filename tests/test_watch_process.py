@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,17 +25,6 @@ from publishd.publications import Publication
 
 SLOW = "10m"
 """An interval after which no test waits: what is published was found by the first scan or the last."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_ignored() -> Iterator[None]:
-    """Where the tests themselves run under nohup or in the background, what they start must not inherit it."""
-    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
-    for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def shell(script: str) -> tuple[str, ...]:

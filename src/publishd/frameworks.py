@@ -27,6 +27,7 @@ IN_PROCESS_LIMIT = 8 << 20
 """Bytes of marker decoded in this process; a larger one is decoded in a child of its own."""
 
 _CHILD_SECONDS = 600
+_SMALL = 64 << 10  # bytes that decode faster than a thread can be asked to
 # The child ignores what terminals and schedulers send to everybody: its parent decides what to finish.
 _CHILD = """
 import json, signal, sys
@@ -87,11 +88,19 @@ def framework_of(save: str) -> Framework | None:
 
 
 async def incomplete(store: Store, framework: Framework, save: str) -> str | None:
-    """Why the save is not complete yet; None if it is.
+    """Why the save is not complete; None if it is.
 
-    One listing of the save, one read of its marker, and once that is as it should be another listing for the
-    framework's sign, which must not stand after the marker was read. Nothing is remembered between calls.
-    Raises StoreError where the store failed in a way that says nothing about the save.
+    As `seems_incomplete`, and then another listing for the framework's sign, which must not stand after the marker was
+    read.
+    """
+    return await seems_incomplete(store, framework, save) or await unfinished(store, framework, save)
+
+
+async def seems_incomplete(store: Store, framework: Framework, save: str) -> str | None:
+    """Why the save is not complete, by one listing of it and one read of its marker; None if they show no reason.
+
+    Nothing is remembered between calls. Raises StoreError where the store failed in a way that says nothing about the
+    save.
     """
     children = {child.name: child for child in await store.list(save)}
     reason = _sign(framework, children) or _misses(framework, children)
@@ -99,9 +108,7 @@ async def incomplete(store: Store, framework: Framework, save: str) -> str | Non
         return reason
     step = framework.step(save.rpartition("/")[2])
     reason = await _misstates(store, f"{save}/{framework.marker}", step)
-    if reason:
-        return f"{framework.marker} {reason}"
-    return await unfinished(store, framework, save)
+    return f"{framework.marker} {reason}" if reason else None
 
 
 async def unfinished(store: Store, framework: Framework | None, save: str) -> str | None:
@@ -146,7 +153,7 @@ async def _stated_step(store: Store, marker: str) -> int | None:
         content = await store.read(marker, IN_PROCESS_LIMIT)
     except TooLarge:
         return await _stated_step_by_child(store, marker)
-    return await asyncio.to_thread(_decode, content)
+    return _decode(content) if len(content) < _SMALL else await asyncio.to_thread(_decode, content)
 
 
 def _decode(content: bytes) -> int | None:

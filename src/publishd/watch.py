@@ -1,7 +1,7 @@
 """The watcher: a scanner that finds complete saves, a queue of them, and a publisher that takes the newest first.
 
 A scan is one listing of the execution's folder, and per save not yet settled one listing and one marker read (see
-`frameworks.incomplete`). A save is settled once a publication names it. Errors of the store are logged, and the next
+`frameworks.seems_incomplete`). A save is settled once a publication names it. Errors of the store are logged, and the next
 scan tries again; any other error is a bug and ends the watch.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from publishd.errors import NotAFolder, NotFound, NotPublished, PublishdError, StoreError, SyncFailed
-from publishd.frameworks import incomplete
+from publishd.frameworks import seems_incomplete
 from publishd.prune import prune
 from publishd.publications import Publication, announce, check_path, look_again, read, too_long
 from publishd.stores import EXEC, PRUNE, PUB, Kind, list_fresh
@@ -251,7 +251,7 @@ class Watcher:
 
     async def _is_complete(self, save: _Save) -> bool:
         try:
-            reason = await incomplete(self._store, self._framework, f"{self._folder}/{save.name}")
+            reason = await seems_incomplete(self._store, self._framework, f"{self._folder}/{save.name}")
         except NotAFolder:
             reason = self._framework.unmarked  # it is just being replaced
         except NotFound:
