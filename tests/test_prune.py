@@ -642,7 +642,8 @@ def test_a_publisher_that_meets_a_prune_never_publishes_a_removed_save(root: Roo
     assert {process.wait(60) for process in running} <= {0, 1}
     root.run("prune", "-keep", "2").succeeded()
     there = {entry.path for entry in asyncio.run(published(PosixStore(str(root.path))))}
-    assert {f"exec/1.4101.0/{name}" for name in saves(root)} == there
+    # A publisher that found the record while the prune found its entry gives way: its save stays, unpublished, and it said so.
+    assert there <= {f"exec/1.4101.0/{name}" for name in saves(root)}
     assert root.records == []
 
 
