@@ -21,7 +21,7 @@ from publishd import __version__
 from publishd.errors import PublishdError, UsageError
 from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, quotable, unsigned
 from publishd.frameworks import FRAMEWORKS
-from publishd.log import to_stderr, write_all
+from publishd.log import StderrHandler, to_stderr, write_all
 from publishd.publications import Publication, present, publish, published, resolve, resolve_verified, unsafe
 from publishd.stores import EXEC, open_store
 
@@ -381,7 +381,13 @@ def _execute(name: str, argv: list[str], signals: Signals) -> int:
         log.error("%s", expected)
         return USAGE if isinstance(expected, UsageError) else FAILED
     finally:
-        handler.finish(_LOG_SECONDS)
+        _finish_log(handler, signals, patiently=not command.stays)
+
+
+def _finish_log(handler: StderrHandler, signals: Signals, *, patiently: bool) -> None:
+    """Wait for the reader of stderr: beside training only a moment, else until all is read or a signal comes."""
+    while not handler.finish(_LOG_SECONDS) and patiently and signals.last is None:
+        pass
 
 
 def _open_standard_streams() -> None:
@@ -415,7 +421,7 @@ def _dispatch(argv: list[str], signals: Signals) -> int:
         log.error("%s", error)
         return USAGE if isinstance(error, UsageError) else FAILED
     finally:
-        handler.finish(_LOG_SECONDS)
+        _finish_log(handler, signals, patiently=True)
     return DONE
 
 

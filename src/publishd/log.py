@@ -26,6 +26,7 @@ class StderrHandler(logging.Handler):
         super().__init__(logging.INFO)
         self._prefix = f"publishd {command}: " if command else "publishd: "
         self._lines: queue.Queue[bytes | None] = queue.Queue(_QUEUED_LINES)
+        self._finishing = False
         self._thread: threading.Thread | None = threading.Thread(target=self._write_queued, name="log", daemon=True)
         try:
             self._thread.start()
@@ -40,14 +41,19 @@ class StderrHandler(logging.Handler):
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(text.encode("utf-8", "backslashreplace"))
 
-    def finish(self, seconds: float) -> None:
-        """Wait until all is written, but at most so long."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
+    def finish(self, seconds: float) -> bool:
+        """Wait until all is written, but at most so long; False if it is not. Nothing is logged any more."""
+        if not self._finishing:
+            try:
+                self._lines.put(None, timeout=seconds)
+            except queue.Full:
+                return False
+            self._finishing = True
         if self._thread is None:
             self._write_queued()
-        else:
-            self._thread.join(seconds)
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _write_queued(self) -> None:
         while (line := self._lines.get()) is not None:
