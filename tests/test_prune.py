@@ -708,3 +708,11 @@ def test_a_save_that_is_kept_is_not_in_the_answer(root: Root) -> None:
     root.publish(save, 2)
     assert "save kept" in root.run("prune", "-keep", "1").succeeded(b"").err
     assert save.exists()
+
+
+def test_an_entry_that_can_neither_be_moved_nor_deleted_keeps_its_save_and_no_other(root: Root) -> None:
+    """Rule 12: on a full disk, too, a failure is one victim's."""
+    published_saves(root, 1, 2, 3)
+    result = pruned(root, ("move", "*", fails(NoSpace)), ("delete", f"pub/{root.pub[0]}", fails(Denied)))
+    assert [type(error) for error in result.failed] == [Denied]
+    assert (root.steps, saves(root)) == ([1, 3], ["checkpoint-1", "checkpoint-3"])

@@ -123,12 +123,19 @@ class _Pruning:
             except NotFound:
                 pass  # another prune was faster, and finishes it
             except (NoSpace, NotAFile):
-                # No record can be made (a full disk, or junk of its name): nothing may come between the entry and its save.
-                await self._store.delete(victim.key)
-                await self.finish([victim], recorded=False)
+                await self._withdraw_unrecorded(victim)
             except StoreError as error:
                 self.result.failed.append(error)
         return withdrawn
+
+    async def _withdraw_unrecorded(self, victim: Publication) -> None:
+        """Where no record can be made (a full disk, or junk of its name): entry, then save, and nothing in between."""
+        try:
+            await self._store.delete(victim.key)
+        except StoreError as error:
+            self.result.failed.append(error)
+        else:
+            await self.finish([victim], recorded=False)
 
     async def finish(self, withdrawn: Sequence[Publication], *, recorded: bool = True) -> None:
         """Delete the saves of withdrawn publications unless something protects them, then their records."""
