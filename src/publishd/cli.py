@@ -328,6 +328,7 @@ async def _run(command: Command, options: Options, signals: Signals) -> int:
     if not work.done():
         assert signals.last
         raise PublishdError("ended early", "", f"by {signals.last.name}")
+    await store.aclose()
     return work.result()
 
 

@@ -160,7 +160,8 @@ class PosixStore:
 
     def _closed(self, closing: asyncio.Future[None]) -> None:
         self._closing.discard(closing)
-        closing.cancelled() or closing.exception()  # what was read was read, however its close fails
+        if not closing.cancelled():
+            closing.exception()  # taken note of, and no more: what was read was read
 
     def _name_limit(self) -> int:
         """PC_NAME_MAX of `pub/`, or of the root as long as there is no `pub/`."""
