@@ -23,7 +23,7 @@ from publishd.errors import (
     TooLarge,
     Unavailable,
 )
-from publishd.stores import Entry, Kind
+from publishd.stores import Entry, Finding, Kind
 
 if TYPE_CHECKING:
     import builtins
@@ -46,8 +46,17 @@ class MemoryStore:
     yield point before its one step, so that concurrent callers interleave.
     """
 
-    def __init__(self, *, two_step_move: bool = False, root: str = "/memory", name_limit: int = 255) -> None:
+    def __init__(
+        self,
+        *,
+        two_step_move: bool = False,
+        consistent: bool = False,
+        concurrency: int = 1,
+        root: str = "/memory",
+        name_limit: int = 255,
+    ) -> None:
         self.root = root
+        self.consistent, self.concurrency = consistent, concurrency
         self.contents: dict[str, bytes | Kind] = {}
         """What stands under each key: a file's content, or the kind of what is neither file nor folder."""
         self.synced: list[tuple[str, bool]] = []
@@ -99,14 +108,14 @@ class MemoryStore:
 
     # The store
 
-    async def list(self, folder: str) -> list[Entry]:
+    async def list(self, folder: str, prefix: str = "") -> list[Entry]:
         await asyncio.sleep(0)
         if folder in self.contents:
             raise self._error(NotAFolder, "cannot list", folder, "not a folder")
         names = self.names(folder)
         if folder and not names:
             raise self._error(NotFound, "cannot list", folder, "no such folder")
-        return [self._entry(folder, name) for name in names]
+        return [self._entry(folder, name) for name in names if name.startswith(prefix)]
 
     async def read(self, key: str, limit: int) -> bytes:
         await asyncio.sleep(0)
@@ -177,6 +186,10 @@ class MemoryStore:
         await asyncio.sleep(0)
         return self._limit
 
+    async def diagnose(self) -> builtins.list[Finding]:
+        await asyncio.sleep(0)
+        return []
+
     async def aclose(self) -> None:
         await asyncio.sleep(0)
         self.closed = True
@@ -192,6 +205,7 @@ class FaultyStore:
     def __init__(self, inner: Store, script: Script = ()) -> None:
         self.inner = inner
         self.root = inner.root
+        self.consistent, self.concurrency = inner.consistent, inner.concurrency
         self.script = list(script)
         self.calls: list[tuple[str, str]] = []
         """Operation and key of every call so far, in order."""
@@ -208,8 +222,8 @@ class FaultyStore:
                 return entry[2]
         return passes
 
-    async def list(self, folder: str) -> list[Entry]:
-        found: list[Entry] = await self._effect("list", folder)(lambda: self.inner.list(folder))
+    async def list(self, folder: str, prefix: str = "") -> list[Entry]:
+        found: list[Entry] = await self._effect("list", folder)(lambda: self.inner.list(folder, prefix))
         return found
 
     async def read(self, key: str, limit: int) -> bytes:
@@ -247,6 +261,10 @@ class FaultyStore:
     async def name_limit(self) -> int:
         limit: int = await self._effect("name_limit", "")(self.inner.name_limit)
         return limit
+
+    async def diagnose(self) -> builtins.list[Finding]:
+        found: builtins.list[Finding] = await self._effect("diagnose", "")(self.inner.diagnose)
+        return found
 
     async def aclose(self) -> None:
         await self._effect("aclose", "")(self.inner.aclose)

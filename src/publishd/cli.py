@@ -22,7 +22,7 @@ from publishd.errors import PublishdError, UsageError
 from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, quotable, unsigned
 from publishd.frameworks import FRAMEWORKS
 from publishd.log import StderrHandler, to_stderr, write_all
-from publishd.publications import Publication, present, publish, published, resolve, resolve_verified, unsafe
+from publishd.publications import Announced, Publication, present, publish, published, resolve, resolve_verified, unsafe
 from publishd.stores import EXEC, open_store
 
 if TYPE_CHECKING:
@@ -116,10 +116,17 @@ async def _list(options: Options, store: Store, _signals: Signals) -> int:
 
 async def _publish(options: Options, store: Store, _signals: Signals) -> int:
     publication = Publication(options.epoch, options.step, await store.locate(options.save))
-    created = await publish(store, publication)
+    announced = await publish(store, publication)
     which = f"{store.root}/{publication.path}: epoch {publication.epoch}, step {publication.step}"
-    log.info("published: %s" if created else "it already exists, nothing to do: %s", which)
+    log.info("%s: %s", _SAID[announced], which)
     return DONE
+
+
+_SAID = {
+    Announced.CREATED: "published",
+    Announced.EXISTED: "it already exists, nothing to do",
+    Announced.EITHER: "it is published (an answer was lost, so whether by this call is not known)",
+}
 
 
 async def _prune(options: Options, store: Store, _signals: Signals) -> int:

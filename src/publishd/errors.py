@@ -85,3 +85,15 @@ class SyncFailed(StoreError):
 
 class Unavailable(StoreError):
     """The store failed for a reason that may pass."""
+
+
+class NotSupported(StoreError):
+    """The store lacks an operation that publishing can't do without."""
+
+
+class NoCredentials(StoreError):
+    """The source of credentials gave none that work."""
+
+
+class PerhapsOurs(AlreadyExists):
+    """It stands there, and an attempt of this very call whose answer was lost may have made it."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from publishd.errors import Denied, Linked, NotAFile, NotAFolder, NotFound, TooLarge, Unavailable
-from publishd.stores import Kind
+from publishd.stores import Kind, stands
 
 if TYPE_CHECKING:
     from publishd.stores import Entry, Store
@@ -99,16 +99,17 @@ async def incomplete(store: Store, framework: Framework, save: str) -> str | Non
 async def seems_incomplete(store: Store, framework: Framework, save: str) -> str | None:
     """Why the save is not complete, by one listing of it and one read of its marker; None if they show no reason.
 
-    Nothing is remembered between calls. Raises StoreError where the store failed in a way that says nothing about the
-    save.
+    Of a consistent store the marker is read at once, without a listing. Nothing is remembered between calls. Raises
+    StoreError where the store failed in a way that says nothing about the save.
     """
-    children = {child.name: child for child in await store.list(save)}
+    if store.consistent and framework.states_step:
+        return await _misstates(store, framework, save)
+    prefix = "" if framework.unfinished else framework.marker
+    children = {child.name: child for child in await store.list(save, prefix)}
     reason = _sign(framework, children) or _misses(framework, children)
     if reason or not framework.states_step:
         return reason
-    step = framework.step(save.rpartition("/")[2])
-    reason = await _misstates(store, f"{save}/{framework.marker}", step)
-    return f"{framework.marker} {reason}" if reason else None
+    return await _misstates(store, framework, save)
 
 
 async def unfinished(store: Store, framework: Framework | None, save: str) -> str | None:
@@ -116,7 +117,7 @@ async def unfinished(store: Store, framework: Framework | None, save: str) -> st
     if framework is None or framework.unfinished is None:
         return None
     try:
-        return _sign(framework, {child.name: child for child in await store.list(save)})
+        return _sign(framework, {child.name: child for child in await store.list(save, framework.unfinished)})
     except NotAFolder:
         return None
 
@@ -132,20 +133,24 @@ def _misses(framework: Framework, children: dict[str, Entry]) -> str | None:
     return None if marker.kind is Kind.FILE else f"{framework.marker} is not a regular file"
 
 
-async def _misstates(store: Store, marker: str, step: int | None) -> str | None:
+async def _misstates(store: Store, framework: Framework, save: str) -> str | None:
+    marker = f"{save}/{framework.marker}"
     try:
         stated = await _stated_step(store, marker)
     except NotFound:
-        return "vanished"
+        return framework.unmarked if store.consistent else f"{framework.marker} vanished"
     except (NotAFile, Linked):
-        return "is not a regular file"
+        return f"{framework.marker} is not a regular file"
     except Denied as error:
-        return f"cannot be read: {error.cause}"
+        # To those who may not list a whole bucket, S3 denies what is not there.
+        if store.consistent and not await stands(store, marker):
+            return framework.unmarked
+        return f"{framework.marker} cannot be read: {error.cause}"
     except ValueError as error:
-        return str(error)
+        return f"{framework.marker} {error}"
     if stated is None:
-        return "has no integer global_step"
-    return None if stated == step else f"says global_step {stated}"
+        return f"{framework.marker} has no integer global_step"
+    return None if stated == framework.step(save.rpartition("/")[2]) else f"{framework.marker} says global_step {stated}"
 
 
 async def _stated_step(store: Store, marker: str) -> int | None:

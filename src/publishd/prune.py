@@ -9,15 +9,16 @@ record. What a killed prune left in `prune/` the next one finishes in the same w
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from publishd.errors import Denied, InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError, TooLarge
 from publishd.frameworks import FRAMEWORKS
 from publishd.publications import GONE, Publication, Saves, present, published, read
-from publishd.stores import PRUNE
+from publishd.stores import PRUNE, in_parallel, stands
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
     from publishd.stores import Store
 
@@ -105,28 +106,26 @@ class _Pruning:
 
     async def unless_kept(self, records: Iterable[Publication]) -> list[Publication]:
         """The records to finish: one whose entry is among the latest again is dropped."""
-        unfinished = []
-        for record in records:
-            if record in self._kept:
-                await self._delete(record.record)
-            else:
-                unfinished.append(record)
-        return unfinished
+        unfinished = list(records)
+        await self._delete(record.record for record in unfinished if record in self._kept)
+        return [record for record in unfinished if record not in self._kept]
 
     async def withdraw(self) -> list[Publication]:
         """Move the victims' entries to records, and return those that were moved."""
-        withdrawn = []
-        for victim in self._victims:
-            try:
-                await self._store.move(victim.key, victim.record)
-                withdrawn.append(victim)
-            except NotFound:
-                pass  # another prune was faster, and finishes it
-            except (NoSpace, NotAFile):
-                await self._withdraw_unrecorded(victim)
-            except StoreError as error:
-                self.result.failed.append(error)
-        return withdrawn
+        return await self._those(self._victims, self._withdraw)
+
+    async def _withdraw(self, victim: Publication) -> bool:
+        try:
+            await self._store.move(victim.key, victim.record)
+        except NotFound:
+            return False  # another prune was faster, and finishes it
+        except (NoSpace, NotAFile):
+            await self._withdraw_unrecorded(victim)
+            return False
+        except StoreError as error:
+            self.result.failed.append(error)
+            return False
+        return True
 
     async def _withdraw_unrecorded(self, victim: Publication) -> None:
         """Where no record can be made (a full disk, or junk of its name): entry, then save, and nothing in between."""
@@ -143,25 +142,27 @@ class _Pruning:
             return
         victims = frozenset(self._victims)
         protected = Saves(entry.path for entry in await published(self._store) if entry not in victims)
-        done = []
-        for publication in withdrawn:
-            if protected.touch(publication.path):
-                self._note("save kept", f"{self._store.root}/{publication.path}", "a remaining publication needs it")
-                done.append(publication)
-            elif (not recorded or await self._still_ours(publication)) and await self._delete_save(publication):
-                done.append(publication)
-        deleted = [publication for publication in done if not protected.touch(publication.path)]
-        self.result.removed += deleted
-        ours = {publication.path for publication in deleted if not recorded or await self._still_ours(publication)}
-        for entry in await published(self._store):
-            if entry.path in ours:
-                await self._delete(entry.key)
-        for publication in done if recorded else ():
-            await self._delete(publication.record)
+        kept = [publication for publication in withdrawn if protected.touch(publication.path)]
+        for publication in kept:
+            self._note("save kept", f"{self._store.root}/{publication.path}", "a remaining publication needs it")
+        doomed = [publication for publication in withdrawn if not protected.touch(publication.path)]
+        removed = await self._those(doomed, partial(self._remove, recorded=recorded))
+        self.result.removed += removed
+        paths = {publication.path for publication in await self._those(removed, partial(self._is_ours, recorded=recorded))}
+        await self._delete(entry.key for entry in await published(self._store) if entry.path in paths)
+        if recorded:
+            await self._delete(publication.record for publication in (*kept, *removed))
 
-    async def _still_ours(self, publication: Publication) -> bool:
+    async def _remove(self, publication: Publication, *, recorded: bool) -> bool:
+        return await self._is_ours(publication, recorded=recorded) and await self._delete_save(publication)
+
+    async def _is_ours(self, publication: Publication, *, recorded: bool) -> bool:
         """Whether the record still stands: once another prune has finished it, the save's path may be used anew."""
+        if not recorded:
+            return True
         try:
+            if self._store.consistent:
+                return await stands(self._store, publication.record)
             await self._store.read(publication.record, 0)
         except NotFound:
             return False
@@ -183,8 +184,17 @@ class _Pruning:
             return False
         return True
 
-    async def _delete(self, key: str) -> None:
+    async def _delete(self, keys: Iterable[str]) -> None:
+        await in_parallel(self._store.concurrency, self._delete_one, keys)
+
+    async def _delete_one(self, key: str) -> None:
         try:
             await self._store.delete(key)
         except StoreError as error:
             self.result.failed.append(error)
+
+    async def _those(
+        self, publications: Sequence[Publication], succeeds: Callable[[Publication], Awaitable[bool]]
+    ) -> list[Publication]:
+        results = await in_parallel(self._store.concurrency, succeeds, publications)
+        return [publication for publication, succeeded in zip(publications, results, strict=True) if succeeded]

@@ -8,13 +8,15 @@ latest publication.
 from __future__ import annotations
 
 import base64
+import os.path
 import re
+from enum import Enum
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from publishd.errors import AlreadyExists, InvalidEntry, NotAFolder, NotFound, NotPublished, Unavailable
+from publishd.errors import AlreadyExists, InvalidEntry, NotAFolder, NotFound, NotPublished, PerhapsOurs, Unavailable
 from publishd.frameworks import framework_of, incomplete, unfinished
-from publishd.stores import EXEC, PRUNE, PUB, Kind, list_fresh
+from publishd.stores import EXEC, PRUNE, PUB, Kind, in_parallel, list_fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -167,21 +169,28 @@ async def published(store: Store) -> list[Publication]:
 
 async def present(store: Store, publications: Iterable[Publication]) -> set[Publication]:
     """Those publications whose save is there, by a fresh listing of each folder that holds one."""
-    siblings: dict[str, dict[str, Kind]] = {}
-    there = set()
+    folders: dict[str, list[tuple[str, Publication]]] = {}
     for publication in publications:
         folder, _, name = publication.path.rpartition("/")
-        if folder not in siblings:
-            siblings[folder] = await _kinds(store, folder)
-        kind = siblings[folder].get(name)
+        folders.setdefault(folder, []).append((name, publication))
+    found = await in_parallel(store.concurrency, lambda folder: _present_in(store, folder, folders[folder]), folders)
+    return set().union(*found)
+
+
+async def _present_in(store: Store, folder: str, wanted: list[tuple[str, Publication]]) -> set[Publication]:
+    prefix = os.path.commonprefix([name for name, _ in wanted])  # noqa: RUF071 - of characters, not of components
+    kinds = await _kinds(store, folder, prefix)
+    there = set()
+    for name, publication in wanted:
+        kind = kinds.get(name)
         if kind in (Kind.FILE, Kind.FOLDER) or (kind is Kind.LINK and await _leads_somewhere(store, publication.path)):
             there.add(publication)
     return there
 
 
-async def _kinds(store: Store, folder: str) -> dict[str, Kind]:
+async def _kinds(store: Store, folder: str, prefix: str) -> dict[str, Kind]:
     try:
-        return {entry.name: entry.kind for entry in await list_fresh(store, folder) or []}
+        return {entry.name: entry.kind for entry in await list_fresh(store, folder, prefix) or []}
     except NotAFolder:
         return {}
 
@@ -265,18 +274,25 @@ async def _unusable(store: Store, publication: Publication) -> str | None:
 # Publishing
 
 
-async def announce(store: Store, publication: Publication, framework: Framework | None = None) -> bool:
-    """Make the save durable and create its entry; True if this call created it, False if it stood there already.
+class Announced(Enum):
+    """What became of an entry."""
+
+    CREATED = "created by this call"
+    EXISTED = "stood there already"
+    EITHER = "stands there, and whoever made it, an answer to this call was lost"
+
+
+async def announce(store: Store, publication: Publication, framework: Framework | None = None) -> Announced:
+    """Make the save durable and create its entry; returns whether this call created it.
 
     With `framework` it is judged again just before the create: what was complete when it was found may have been
-    replaced while it waited or was synced. The caller has checked the path, and calls `look_again` for what was created.
-    Raises NotPublished where a prune has withdrawn the save, it is not complete, or its framework marks it as
+    replaced while it waited or was synced. Of a consistent store only the framework's sign is asked for, since its
+    markers appear whole. The caller has checked the path and that the save is not withdrawn, and calls `look_again` for
+    what may be created by this call. Raises NotPublished where the save is not complete, or its framework marks it as
     unfinished; StoreError where the store failed: then there is no entry of ours.
     """
-    if (await _withdrawn(store)).touch(publication.path):
-        raise _refused(store, publication, _PRUNED, "prune finishes that; removing its record from prune/ keeps the save")
     await store.sync(publication.path, recursive=True)
-    if framework:
+    if framework and not store.consistent:
         reason = await incomplete(store, framework, publication.path)
     else:
         reason = await unfinished(store, framework_of(publication.path), publication.path)
@@ -284,41 +300,57 @@ async def announce(store: Store, publication: Publication, framework: Framework 
         raise _refused(store, publication, reason)
     try:
         await store.create(publication.key)
+    except PerhapsOurs:
+        return Announced.EITHER
     except AlreadyExists:
-        return False
-    return True
+        return Announced.EXISTED
+    return Announced.CREATED
 
 
-async def look_again(store: Store, created: Collection[Publication]) -> dict[Publication, NotPublished]:
-    """Remove those entries, created by the caller, whose save is gone or withdrawn by now, and say which."""
+async def withdrawn(store: Store) -> Saves:
+    """The saves that prunes have withdrawn and not yet removed."""
+    return Saves(record.path for record in (await read(store, PRUNE)).publications)
+
+
+def check_not_withdrawn(store: Store, publication: Publication, recorded: Saves) -> None:
+    """Raise NotPublished where a prune is removing the save, something inside it or something around it."""
+    if recorded.touch(publication.path):
+        raise _refused(store, publication, _PRUNED, "prune finishes that; removing its record from prune/ keeps the save")
+
+
+async def look_again(store: Store, created: Collection[Publication], recorded: Saves) -> dict[Publication, NotPublished]:
+    """Remove those entries, created by the caller, whose save is gone or withdrawn by now, and say which.
+
+    `recorded` are the withdrawn saves, asked for after the entries were created.
+    """
     there = await present(store, created)
-    withdrawn = await _withdrawn(store)
     refused = {}
     for publication in created:
-        if publication not in there or withdrawn.touch(publication.path):
+        if publication not in there or recorded.touch(publication.path):
             await store.delete(publication.key)
             reason = _PRUNED if publication in there else "it is gone"
             refused[publication] = _refused(store, publication, reason)
     return refused
 
 
-async def publish(store: Store, publication: Publication) -> bool:
-    """Publish one save that is known to be complete; True if this call created the entry. Raises as `announce` does."""
+async def publish(store: Store, publication: Publication) -> Announced:
+    """Publish one save that is known to be complete; returns whether this call created the entry.
+
+    Raises NotPublished where there is no such save, its path can't be published, a prune has withdrawn it or its
+    framework marks it as unfinished; StoreError where the store failed.
+    """
     check_path(publication.path, await store.name_limit())
     if not await present(store, [publication]):
         raise _refused(store, publication, "there is no such save", "is it there on this node?")
-    created = await announce(store, publication)
-    if created:
-        for refused in (await look_again(store, [publication])).values():
+    check_not_withdrawn(store, publication, await withdrawn(store))
+    announced = await announce(store, publication)
+    if announced is not Announced.EXISTED:
+        for refused in (await look_again(store, [publication], await withdrawn(store))).values():
             raise refused
-    return created
+    return announced
 
 
 _PRUNED = "a prune is removing it, something inside it or something around it"
-
-
-async def _withdrawn(store: Store) -> Saves:
-    return Saves(record.path for record in (await read(store, PRUNE)).publications)
 
 
 def _refused(store: Store, publication: Publication, reason: str, remedy: str = "") -> NotPublished:

@@ -1,8 +1,8 @@
-"""The watcher: a scanner that finds complete saves, a queue of them, and a publisher that takes the newest first.
+"""The watcher: a scanner that finds saves, a queue of them, and publishers that take the newest first.
 
-A scan is one listing of the execution's folder, and per save not yet settled one listing and one marker read (see
-`frameworks.seems_incomplete`). A save is settled once a publication names it. Errors of the store are logged, and the next
-scan tries again; any other error is a bug and ends the watch.
+A scan is one listing of the execution's folder; it queues what is not settled. A publisher judges each of these saves
+(see `frameworks.seems_incomplete`) and publishes it if it is complete. A save is settled once a publication names it.
+Errors of the store are logged, and the next scan tries again; any other error is a bug and ends the watch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING
 from publishd.errors import NotAFolder, NotFound, NotPublished, PublishdError, StoreError, SyncFailed
 from publishd.frameworks import seems_incomplete
 from publishd.prune import prune
-from publishd.publications import Publication, announce, check_path, look_again, read, too_long
+from publishd.publications import (
+    Announced,
+    Publication,
+    Saves,
+    announce,
+    check_not_withdrawn,
+    check_path,
+    look_again,
+    read,
+    too_long,
+    withdrawn,
+)
 from publishd.stores import EXEC, PRUNE, PUB, Kind, list_fresh
 
 if TYPE_CHECKING:
@@ -58,8 +69,9 @@ class _Save:
     failure: str = ""
     """Why it could not be published, as last tried."""
     complete: bool | None = None
-    """As judged at the last scan; None where that could not be seen."""
+    """As last judged; None where that could not be seen."""
     queued: bool = False
+    """Waiting for a publisher, or for the second look at its entry."""
     hopeless: bool = False
     """Complete, but never to be published by this watch."""
     said: set[str] = field(default_factory=set)
@@ -82,6 +94,10 @@ class Watcher:
         self._saves: dict[str, _Save] = {}
         self._queue: asyncio.PriorityQueue[tuple[int, int, _Save]] = asyncio.PriorityQueue()
         self._tickets = itertools.count()
+        self._busy = 0
+        self._named: set[str] | None = None
+        self._naming = asyncio.Lock()
+        self._withdrawn = Saves(())
         self._created: dict[Publication, _Save] = {}
         self._confirming = asyncio.Lock()
         self._damaged: dict[tuple[str, int], SyncFailed] = {}
@@ -96,10 +112,8 @@ class Watcher:
         Raises NotPublished where no save of this execution could ever be published, and whatever is a bug.
         """
         async with asyncio.TaskGroup() as tasks:
-            workers = [
-                tasks.create_task(self._publish_forever(), name="publisher"),
-                tasks.create_task(self._prune_forever(), name="pruner"),
-            ]
+            publishers = (self._publish_forever() for _ in range(self._store.concurrency))
+            workers = [tasks.create_task(worker) for worker in (*publishers, self._prune_forever())]
             scanner = tasks.create_task(self._scan_until_stopping(), name="scanner")
             if not once:
                 await self._stop.wait()
@@ -130,13 +144,15 @@ class Watcher:
             await asyncio.sleep(self._options.linger)
 
     async def _scan(self, *, last: bool = False) -> bool:
-        """Look at the execution's folder once; False if something could not be seen, which is said once."""
-        trouble, seen = "", False
+        """Look at the execution's folder once; False if that could not be done, which is said once."""
+        trouble = ""
         try:
             if not self._begun:
                 await self._begin()
             await self._confirm()
-            seen = await self._look(last=last)
+            if last:
+                await self._unsettle()
+            await self._look()
         except StoreError as error:
             trouble = str(error)
         if trouble and trouble != self._trouble:
@@ -144,7 +160,7 @@ class Watcher:
         elif self._trouble and not trouble:
             log.info("can be seen again: %s", self._path())
         self._trouble = trouble
-        return seen
+        return not trouble
 
     async def _begin(self) -> None:
         """What is asked once, before the first listing: whether names fit, and what was published before."""
@@ -159,6 +175,7 @@ class Watcher:
             log.warning("%s", error)
         except NotFound:
             pass  # nothing was published yet
+        self._withdrawn = await withdrawn(self._store)
         self._compare_epochs(published)
         self._published_before = self._names(published)
         self._begun = True
@@ -189,30 +206,13 @@ class Watcher:
         """The names of this execution's saves that are published, at whatever step and epoch."""
         return {publication.path[len(self._folder) + 1 :] for publication in self._own(published)}
 
-    async def _look(self, *, last: bool) -> bool:
-        """List the folder, judge what is not settled, newest first, and queue what is complete; False if one can't be judged."""
-        if last:
-            await self._unsettle()
+    async def _look(self) -> None:
+        """List the folder and queue what is not settled."""
         entries = await list_fresh(self._store, self._folder)
-        seen = True
-        names: set[str] | None = None
+        self._named = None
         for save in self._unsettled(entries):
-            if self._stopping and not last:
-                break  # the last scan begins with what is newest then
-            try:
-                save.complete = await self._is_complete(save)
-                if save.complete and names is None:
-                    names = self._names(await self._read_pub())
-            except StoreError as error:
-                seen = False
-                self._judge_again(save, error)
-                continue
-            if names is not None and save.name in names:
-                self._settle(save)
-            elif save.complete:
-                save.queued = True
-                self._queue.put_nowait((-save.step, next(self._tickets), save))
-        return seen
+            save.queued = True
+            self._queue.put_nowait((-save.step, next(self._tickets), save))
 
     async def _unsettle(self) -> None:
         """Believe no longer that a save is settled if nothing in `pub/` or `prune/` names it.
@@ -225,7 +225,7 @@ class Watcher:
             self._settled = {name: inode for name, inode in self._settled.items() if name in names}
 
     def _unsettled(self, entries: list[Entry] | None) -> list[_Save]:
-        """The saves to judge, newest first; whatever a listing does not show is forgotten."""
+        """The saves to judge; whatever a listing does not show is forgotten."""
         settled, saves = {}, {}
         for name, kind, inode in entries or ():
             if self._settled.get(name) == inode or name in self._published_before:
@@ -246,8 +246,39 @@ class Watcher:
             self._published_before = set()
         self._settled, self._saves = settled, saves
         self._met = self._met or bool(settled or saves)
-        judged = (save for save in saves.values() if not (save.queued or save.hopeless))
-        return sorted(judged, key=lambda save: save.step, reverse=True)
+        return [save for save in saves.values() if not (save.queued or save.hopeless)]
+
+    # Publishing
+
+    async def _publish_forever(self) -> None:
+        while True:
+            _, _, save = await self._queue.get()
+            self._busy += 1
+            try:
+                await self._judge(save)
+            except StoreError as error:
+                self._judge_again(save, error)
+            self._busy -= 1
+            if len(self._created) >= _LOOK_AGAIN_AFTER or (self._queue.empty() and not self._busy):
+                try:
+                    await self._confirm()
+                except StoreError as error:
+                    log.warning("%s (trying again at the next scan)", error)
+            self._queue.task_done()
+
+    async def _judge(self, save: _Save) -> None:
+        """Publish the save if it is complete and no publication names it yet."""
+        save.complete = await self._is_complete(save)
+        if not save.complete:
+            save.queued = False
+            return
+        async with self._naming:  # one listing serves all that this scan finds
+            if self._named is None:
+                self._named = self._names(await self._read_pub())
+        if save.name in self._named:
+            self._settle(save)
+        else:
+            await self._publish(save)
 
     async def _is_complete(self, save: _Save) -> bool:
         try:
@@ -263,19 +294,6 @@ class Watcher:
             self._say(save, "not complete yet", reason)
         return reason is None
 
-    # Publishing
-
-    async def _publish_forever(self) -> None:
-        while True:
-            _, _, save = await self._queue.get()
-            await self._publish(save)
-            if self._queue.empty() or len(self._created) >= _LOOK_AGAIN_AFTER:
-                try:
-                    await self._confirm()
-                except StoreError as error:
-                    log.warning("%s (trying again at the next scan)", error)
-            self._queue.task_done()
-
     async def _publish(self, save: _Save) -> None:
         publication = Publication(self._options.epoch, save.step, f"{self._folder}/{save.name}")
         try:
@@ -284,7 +302,10 @@ class Watcher:
             self._give_up(save, error)
             return
         try:
-            created = await announce(self._store, publication, self._framework)
+            if self._withdrawn.touch(publication.path):
+                self._withdrawn = await withdrawn(self._store)
+            check_not_withdrawn(self._store, publication, self._withdrawn)
+            announced = await announce(self._store, publication, self._framework)
         except NotPublished as error:
             self._judge_again(save, error)
         except SyncFailed as error:
@@ -293,17 +314,20 @@ class Watcher:
         except StoreError as error:
             self._retry(save, error)
         else:
-            if created:
-                self._created[publication] = save
-            else:
+            if announced is Announced.EXISTED:
                 self._settle(save)
                 log.info("already published: %s", self._path(save))
+            else:
+                self._created[publication] = save
 
     async def _confirm(self) -> None:
         """Look again at what was created: only what still stands then is published."""
         async with self._confirming:  # two looks at one entry could come to two conclusions
             created = dict(self._created)
-            refused = await look_again(self._store, created) if created else {}
+            refused: dict[Publication, NotPublished] = {}
+            if created:
+                self._withdrawn = await withdrawn(self._store)
+                refused = await look_again(self._store, created, self._withdrawn)
             for publication, save in created.items():
                 if self._created.get(publication) is save:
                     del self._created[publication]

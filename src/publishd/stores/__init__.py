@@ -9,14 +9,20 @@ system encoding (UTF-8 with surrogate escapes) decodes a name's bytes, so that a
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from publishd.errors import NotAFolder, NotFound, UsageError
+from publishd.errors import NotAFolder, NotFound
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import AsyncGenerator, Collection
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
+
+    from publishd.stores.s3 import Access
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 PUB = "pub"
 """The folder of entries. It and `PRUNE` are publishd's own, and never links."""
@@ -45,6 +51,22 @@ class Entry(NamedTuple):
     inode: int
 
 
+class Verdict(Enum):
+    """How a check of a root came out. A warning is for what may be meant."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "FAIL"
+
+
+class Finding(NamedTuple):
+    """The outcome of one check of a root."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+
+
 class Store(Protocol):
     """A checkpoint root. Each method raises a `StoreError` for whatever the store could not do, and nothing else.
 
@@ -54,11 +76,21 @@ class Store(Protocol):
     root: str
     """The root, absolute, without a trailing slash; `f"{root}/{key}"` is what a person calls the key."""
 
-    async def list(self, folder: str) -> list[Entry]:
+    consistent: bool
+    """Files appear whole, and every call sees at once what stands there, so that nobody needs to look twice.
+
+    File systems are not: writing takes time, and their clients cache names.
+    """
+
+    concurrency: int
+    """How many calls at once are worth making."""
+
+    async def list(self, folder: str, prefix: str = "") -> list[Entry]:
         """Every immediate child of the folder ('' is the root), as it stands after the call began; no name is dropped.
 
-        Raises NotFound where there seems to be no such folder (which a caching file system may say wrongly: see
-        `list_fresh`), NotAFolder where something else stands there.
+        With `prefix` only those whose names begin with it. Raises NotFound where there seems to be no such folder (which
+        a caching file system may say wrongly: see `list_fresh`), NotAFolder where something else stands there. A store
+        without folders can't tell that by a prefix: then there are no children.
         """
         ...
 
@@ -76,9 +108,9 @@ class Store(Protocol):
     async def create(self, key: str) -> None:
         """Of all who create this key, one succeeds: an empty file stands there, durable, and was not there before.
 
-        Raises AlreadyExists where a file stands there, durable and untouched, NotAFile where something else does. After
-        any other error nothing of ours is there, unless the store itself can't tell. Missing parent folders are made;
-        the root never is. Whoever makes `pub/` makes `prune/` first.
+        Raises AlreadyExists where a file stands there, durable and untouched (PerhapsOurs where it may be this call's),
+        NotAFile where something else does. After any other error nothing of ours is there, unless the store itself can't
+        tell. Missing parent folders are made; the root never is. Whoever makes `pub/` makes `prune/` first.
         """
         ...
 
@@ -123,38 +155,73 @@ class Store(Protocol):
         """The longest name, in bytes, that `pub/` can hold."""
         ...
 
+    async def diagnose(self) -> builtins.list[Finding]:
+        """What only this kind of store can tell of itself; a check that can't be made is a finding, not an error."""
+        ...
+
     async def aclose(self) -> None:
-        """All that the store holds open is released."""
+        """All that the store holds open is released, within seconds."""
         ...
 
 
-def open_store(root: str, *, sync: bool = True) -> Store:
+def open_store(root: str, *, sync: bool = True, access: Access | None = None) -> Store:
     """The store of a root as the user wrote it; nothing is touched yet. `sync=False` gives up durability (`-no-sync`).
 
-    Raises UsageError for a root that no adapter serves.
+    Raises UsageError for a root that is none, or one on S3 without `access` to it.
     """
     if root.startswith("s3://"):
-        raise UsageError("bad flag", "-checkpoint", "s3:// roots are not supported by this version", "use a folder")
+        from publishd.stores.s3 import open_s3
+
+        return open_s3(root, access)
     from publishd.stores.posix import PosixStore, absolute
 
     return PosixStore(absolute(root), sync=sync)
 
 
-async def list_fresh(store: Store, folder: str) -> builtins.list[Entry] | None:
+async def in_parallel(limit: int, call: Callable[[A], Awaitable[T]], items: Iterable[A]) -> list[T]:
+    """The results of the call for all items, in their order, at most `limit` at once.
+
+    Raises the first error in that order once all have ended, so that none goes on unseen.
+    """
+    turns = asyncio.Semaphore(limit)
+
+    async def in_turn(item: A) -> T:
+        async with turns:
+            return await call(item)
+
+    results = await asyncio.gather(*map(in_turn, items), return_exceptions=True)
+    found = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
+async def stands(store: Store, key: str) -> bool:
+    """Whether anything stands under the key, by a listing: the answer also of a store that denies what is not there."""
+    folder, _, name = key.rpartition("/")
+    return any(entry.name == name for entry in await list_fresh(store, folder, name) or ())
+
+
+async def list_fresh(store: Store, folder: str, prefix: str = "") -> builtins.list[Entry] | None:
     """A listing that may be believed when it says that there is no folder: None only if a listing of its parent lacks it.
 
-    NFS clients cache "no such name" for up to a minute, and a listing of the parent is what ends that. Raises NotFound
-    where the root itself is missing, or a folder is listed but can't be opened.
+    NFS clients cache "no such name" for up to a minute, and a listing of the parent is what ends that. Of `pub/` no store
+    is believed at once: training would begin anew. Raises NotFound where the root itself is missing, or a folder is
+    listed but can't be opened.
     """
     try:
-        return await store.list(folder)
+        return await store.list(folder, prefix)
     except NotFound as error:
+        if store.consistent and folder != PUB:
+            return None
         if not folder:
             remedy = "make it before the first run; was it there before, is its file system mounted?"
             raise NotFound(error.what, error.which, error.cause, remedy) from error
     parent, _, name = folder.rpartition("/")
     try:
-        siblings = await list_fresh(store, parent)
+        siblings = await list_fresh(store, parent, name)
     except NotAFolder:
         if not parent:
             raise
@@ -163,7 +230,7 @@ async def list_fresh(store: Store, folder: str) -> builtins.list[Entry] | None:
     if entry is None:
         return None
     try:
-        return await store.list(folder)
+        return await store.list(folder, prefix)
     except NotFound:
         if entry.kind is Kind.LINK:
             return None  # it leads nowhere

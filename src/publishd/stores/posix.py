@@ -26,7 +26,7 @@ from publishd.errors import (
     Unavailable,
     UsageError,
 )
-from publishd.stores import PRUNE, PUB, Entry, Kind
+from publishd.stores import PRUNE, PUB, Entry, Finding, Kind
 from publishd.stores.descriptors import FOLDER, Folder, Place, close_read, folders_bottom_up, translated
 
 if TYPE_CHECKING:
@@ -62,13 +62,16 @@ def _from_current_folder(path: str) -> str:
 class PosixStore:
     """See `publishd.stores.Store`; `root` is an absolute path."""
 
+    consistent = False
+    concurrency = 1  # threads would only wait for one another
+
     def __init__(self, root: str, *, sync: bool = True) -> None:
         self.root = root
         self._sync_wanted = sync
         self._closing: set[asyncio.Future[None]] = set()
 
-    async def list(self, folder: str) -> list[Entry]:
-        return await asyncio.to_thread(self._list, folder)
+    async def list(self, folder: str, prefix: str = "") -> list[Entry]:
+        return await asyncio.to_thread(self._list, folder, prefix)
 
     async def read(self, key: str, limit: int) -> bytes:
         async with self._open(key, limit) as file:
@@ -106,6 +109,11 @@ class PosixStore:
     async def name_limit(self) -> int:
         return await asyncio.to_thread(self._name_limit)
 
+    async def diagnose(self) -> builtins.list[Finding]:
+        from publishd.stores.filesystem import diagnose
+
+        return await asyncio.to_thread(diagnose, self._path(""))
+
     async def aclose(self) -> None:
         pass
 
@@ -114,11 +122,15 @@ class PosixStore:
 
     # Reading
 
-    def _list(self, folder: str) -> builtins.list[Entry]:
+    def _list(self, folder: str, prefix: str = "") -> builtins.list[Entry]:
         fd = self._open_folder(folder)
         try:
             with translated("cannot list", self._path(folder)), os.scandir(fd) as children:
-                return [Entry(child.name, kind, child.inode()) for child in children if (kind := _kind(child))]
+                return [
+                    Entry(child.name, kind, child.inode())
+                    for child in children
+                    if child.name.startswith(prefix) and (kind := _kind(child))
+                ]
         finally:
             close_read(fd)
 
