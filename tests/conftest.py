@@ -11,6 +11,8 @@ pytest.register_assert_rewrite("contract", "commands")
 
 from commands import Root  # noqa: E402 - its asserts are rewritten
 
+pytest_plugins = ["services.certificates", "services.moto", "services.proxies", "services.scripted", "services.seaweed"]
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path

@@ -41,12 +41,14 @@ class Authority:
         self._name = x509.Name.from_rfc4514_string("CN=publishd's tests")
         self._count = 0
         usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
-        builder = self._builder(self._name, self._key).add_extension(x509.BasicConstraints(True, 0), True).add_extension(usage, True)
+        builder = (
+            self._builder(self._name, self._key).add_extension(x509.BasicConstraints(True, 0), True).add_extension(usage, True)
+        )
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def certificate(self, *names: str, days: int = 2) -> Certificate:
-        """A server's certificate for these host names and addresses, valid since yesterday; with `days` < 1 it has expired."""
+        """A server's certificate for these host names and addresses, valid since some days; with `days` < 1 it has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name.from_rfc4514_string("CN=a service")
         builder = self._builder(subject, key, days).add_extension(x509.BasicConstraints(False, None), True)
@@ -60,15 +62,15 @@ class Authority:
         return made
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, days: int = 2) -> x509.CertificateBuilder:
-        yesterday = datetime.now(UTC) - timedelta(days=1)
+        now = datetime.now(UTC)
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(yesterday)
-            .not_valid_after(yesterday + timedelta(days=days, hours=-1))
+            .not_valid_before(now - timedelta(days=2))
+            .not_valid_after(now + timedelta(days=days, hours=-1))
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), False)
         )

@@ -71,7 +71,9 @@ class SeaweedFS(S3Service):
 
 
 def _identities() -> dict[str, Keys]:
-    return {name: Keys(f"AKID{name.upper()}{secrets.token_hex(4)}", secrets.token_hex(20)) for name in ("admin", "scoped", "reader")}
+    return {
+        name: Keys(f"AKID{name.upper()}{secrets.token_hex(4)}", secrets.token_hex(20)) for name in ("admin", "scoped", "reader")
+    }
 
 
 def _configuration(identities: dict[str, Keys]) -> str:
@@ -118,7 +120,11 @@ class _Attempt:
         return False
 
     def _use(self) -> None:
-        self.service.new_bucket(SCOPED_BUCKET)
+        try:
+            self.service.new_bucket(SCOPED_BUCKET)
+        except Refused as error:
+            if error.status != 409:  # it stands since an earlier try
+                raise
         self.service.request("PUT", f"/{SCOPED_BUCKET}/ready", body=b"yes")
         self.service.request("DELETE", f"/{SCOPED_BUCKET}/ready")
 
