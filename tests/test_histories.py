@@ -15,7 +15,7 @@ from commands import Root
 from fakes import FaultyStore
 from publishd.errors import NotPublished
 from publishd.prune import prune
-from publishd.publications import Publication, publish, published, read, resolve
+from publishd.publications import Announced, Publication, publish, published, read, resolve
 from publishd.stores import PRUNE
 from publishd.stores.posix import PosixStore
 
@@ -135,12 +135,12 @@ class History:
     async def publishes(self, publication: Publication) -> None:
         withdrawn = any(touching(record.path, publication.path) for record in self.records)
         try:
-            created = await publish(self.store, publication)
+            announced = await publish(self.store, publication)
         except NotPublished:
             assert withdrawn or not self.there(publication.path)
         else:
             assert not withdrawn
-            assert created == (publication not in self.entries)
+            assert announced is (Announced.EXISTED if publication in self.entries else Announced.CREATED)
             self.entries.add(publication)
 
     async def prunes(self, keep: int, dies: int | None) -> None:

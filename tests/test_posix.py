@@ -35,7 +35,7 @@ from publishd.errors import (
     Unavailable,
 )
 from publishd.frameworks import FRAMEWORKS, incomplete
-from publishd.publications import Publication, parse, publish
+from publishd.publications import Announced, Publication, parse, publish
 from publishd.stores import PRUNE, PUB, Kind, list_fresh, open_store
 from publishd.stores.posix import PosixStore, absolute
 
@@ -261,7 +261,7 @@ async def test_rule2_a_folder_that_has_no_fsync_is_no_failure(
 ) -> None:
     """Some file systems have no fsync for folders: those three answers are ignored, there only."""
     tried = break_fsync(monkeypatch, root, key, number)
-    assert await publish(store, PUBLICATION) is True
+    assert await publish(store, PUBLICATION) is Announced.CREATED
     assert (key or ".") in tried
     assert root.pub == [PUBLICATION.name]
 
@@ -380,8 +380,8 @@ async def test_rule4_a_marker_swapped_after_the_listing_is_no_marker(
     """The same holds for a thing that took the marker's place after the listing had shown a file."""
     listing = store.list
 
-    async def swapping(folder: str) -> list[Any]:
-        entries = await listing(folder)
+    async def swapping(folder: str, prefix: str = "") -> list[Any]:
+        entries = await listing(folder, prefix)
         marker = save / "trainer_state.json"
         if marker.is_file() and not marker.is_symlink():
             marker.unlink()
@@ -428,7 +428,7 @@ async def test_a_save_behind_a_link_is_read(root: Root, store: PosixStore, save:
     shutil.move(root.execution, tmp_path / "elsewhere")
     root.execution.symlink_to(tmp_path / "elsewhere")
     assert await incomplete(store, FRAMEWORKS["hf"], SAVE) is None
-    assert await publish(store, PUBLICATION) is True
+    assert await publish(store, PUBLICATION) is Announced.CREATED
 
 
 async def test_an_unreadable_file_is_denied(root: Root, save: Path) -> None:
@@ -873,7 +873,7 @@ async def test_rule11_the_root_itself_may_be_reached_through_a_link(tmp_path: Pa
     """Links above the root, or the root's own name being one, are the user's business."""
     (tmp_path / "alias").symlink_to(root.path)
     store = PosixStore(str(tmp_path / "alias"))
-    assert await publish(store, PUBLICATION) is True
+    assert await publish(store, PUBLICATION) is Announced.CREATED
     await store.delete_tree(SAVE)
     assert not save.exists()
     assert root.pub == [PUBLICATION.name]

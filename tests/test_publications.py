@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,8 +13,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fakes import FaultyStore, MemoryStore, after, before, cancels, fails, loses_reply, passes, waits
-from publishd.errors import Denied, InvalidEntry, NotAFolder, NotFound, NotPublished, StoreError, SyncFailed, Unavailable
+from publishd.errors import (
+    Denied,
+    InvalidEntry,
+    NotAFolder,
+    NotFound,
+    NotPublished,
+    PerhapsOurs,
+    StoreError,
+    SyncFailed,
+    Unavailable,
+)
 from publishd.publications import (
+    Announced,
     Publication,
     Saves,
     announce,
@@ -28,6 +40,7 @@ from publishd.publications import (
     resolve,
     resolve_verified,
     unsafe,
+    withdrawn,
 )
 from publishd.stores import PRUNE, PUB, Kind, list_fresh
 
@@ -314,7 +327,7 @@ NAME = PUBLICATION.name
 
 async def test_publishing_creates_one_entry(memory: MemoryStore) -> None:
     """The entry is the only thing in pub/, and it is empty."""
-    assert await publish(memory, PUBLICATION) is True
+    assert await publish(memory, PUBLICATION) is Announced.CREATED
     assert memory.names(PUB) == [NAME]
     assert memory.contents[PUBLICATION.key] == b""
 
@@ -323,7 +336,7 @@ async def test_publishing_again_is_success_and_touches_nothing(memory: MemorySto
     """An entry that stands is as good as one just made (rule 1)."""
     memory.write(PUBLICATION.key, b"somebody's")
     contents = dict(memory.contents)
-    assert await publish(memory, PUBLICATION) is False
+    assert await publish(memory, PUBLICATION) is Announced.EXISTED
     assert memory.contents == contents
 
 
@@ -332,7 +345,7 @@ async def test_of_many_publishers_one_creates_the_entry(two_step_move: bool) -> 
     """Many publishers of one save are harmless: all succeed, one entry stands (rule 1)."""
     store = MemoryStore(two_step_move=two_step_move)
     results = await asyncio.gather(*(publish(store, hf(store, 500)) for _ in range(30)))
-    assert sorted(results) == [False] * 29 + [True]
+    assert Counter(results) == {Announced.CREATED: 1, Announced.EXISTED: 29}
     assert store.names(PUB) == [NAME]
 
 
@@ -341,8 +354,24 @@ async def test_an_entry_whose_reply_was_lost_is_found_by_the_next_try(memory: Me
     store = FaultyStore(memory, [("create", "pub/*", loses_reply())])
     with pytest.raises(Unavailable):
         await publish(store, PUBLICATION)
-    assert await publish(store, PUBLICATION) is False
+    assert await publish(store, PUBLICATION) is Announced.EXISTED
     assert memory.names(PUB) == [NAME]
+
+
+async def test_an_entry_that_may_be_ours_is_success(memory: MemoryStore) -> None:
+    """After a lost answer nobody claims to know who made the entry (rule 1)."""
+    store = FaultyStore(memory, [("create", "pub/*", loses_reply(PerhapsOurs))])
+    assert await publish(store, PUBLICATION) is Announced.EITHER
+    assert memory.names(PUB) == [NAME]
+
+
+async def test_an_entry_that_may_be_ours_is_looked_at_again(memory: MemoryStore) -> None:
+    """What this call may have created it takes back if the save is gone by now (rule 5)."""
+    store = FaultyStore(memory, [("create", "pub/*", loses_reply(PerhapsOurs)), ("list", PRUNE, passes)])
+    store.script.append(("list", PRUNE, before(lambda: memory.remove(SAVE))))
+    with pytest.raises(NotPublished, match="gone"):
+        await publish(store, PUBLICATION)
+    assert memory.names(PUB) == []
 
 
 async def test_the_save_is_durable_before_the_entry_is_created(memory: MemoryStore) -> None:
@@ -391,7 +420,7 @@ async def test_a_path_too_long_is_refused_before_anything_is_done() -> None:
 async def test_a_file_may_be_published(memory: MemoryStore) -> None:
     """A save may be a single file."""
     memory.write(f"{EXECUTION}/last.ckpt", b"x")
-    assert await publish(memory, Publication(1, 2, f"{EXECUTION}/last.ckpt")) is True
+    assert await publish(memory, Publication(1, 2, f"{EXECUTION}/last.ckpt")) is Announced.CREATED
 
 
 async def test_two_saves_of_one_step_are_two_publications(memory: MemoryStore) -> None:
@@ -439,7 +468,7 @@ async def test_a_record_of_another_save_is_no_hindrance(memory: MemoryStore, pat
     """Neither a sibling's record nor junk in prune/ stops a publication (rule 5)."""
     memory.write(record(path))
     memory.write(f"{PRUNE}/junk")
-    assert await publish(memory, PUBLICATION) is True
+    assert await publish(memory, PUBLICATION) is Announced.CREATED
 
 
 @pytest.mark.parametrize("path", [SAVE, f"{SAVE}/rank-0"])
@@ -486,17 +515,17 @@ async def test_an_entry_that_stood_before_is_never_taken_back(memory: MemoryStor
     """Who did not create the entry does not remove it, even if the save is gone by now (rules 1 and 5)."""
     memory.write(PUBLICATION.key)
     store = FaultyStore(memory, [("create", "pub/*", before(lambda: memory.remove(SAVE)))])
-    assert await publish(store, PUBLICATION) is False
+    assert await publish(store, PUBLICATION) is Announced.EXISTED
     assert memory.names(PUB) == [NAME]
 
 
 async def test_looking_again_tells_the_good_from_the_bad(memory: MemoryStore) -> None:
     """Of several entries created, exactly those go whose save is gone or withdrawn (rule 5)."""
-    good, gone, withdrawn = published_hf(memory, 1, 2, 3)
+    good, gone, recorded = published_hf(memory, 1, 2, 3)
     memory.remove(gone.path)
-    memory.write(record(withdrawn.path))
-    refused = await look_again(memory, [good, gone, withdrawn])
-    assert set(refused) == {gone, withdrawn}
+    memory.write(record(recorded.path))
+    refused = await look_again(memory, [good, gone, recorded], await withdrawn(memory))
+    assert set(refused) == {gone, recorded}
     assert memory.names(PUB) == [good.name]
 
 
@@ -505,7 +534,7 @@ async def test_looking_again_costs_two_listings(memory: MemoryStore) -> None:
     memory.write(f"{PRUNE}/junk")
     made = published_hf(memory, *range(1, 20))
     store = FaultyStore(memory)
-    assert await look_again(store, made) == {}
+    assert await look_again(store, made, await withdrawn(store)) == {}
     assert sorted(store.calls) == [("list", EXECUTION), ("list", PRUNE)]
 
 
