@@ -162,6 +162,10 @@ class LiveCredentials:
                 fresh = await self._source.fetch()
         except TimeoutError:
             raise NotNow("no credentials", self._source.which, "it did not answer in time") from None
+        except NoCredentials:
+            raise
+        except Exception as error:  # its text is not known to be free of secrets
+            raise NotNow("no credentials", self._source.which, f"unexpected {type(error).__name__}") from None
         if fresh.valid_for <= 0:
             raise NotNow("no credentials", self._source.which, "those it gives have expired", "is its clock, or ours, right?")
         self._current, self._fetched = fresh, began

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
-from publishd.errors import StoreError
+from publishd.credentials.base import NotNow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +18,7 @@ T = TypeVar("T")
 async def in_daemon(call: Callable[[], T], seconds: float) -> T:
     """What `call()` returns or raises; TimeoutError after so long, with the call still running and its outcome lost.
 
-    The loop's own threads are no place for it: a loop that is closed waits for them. Raises StoreError where no thread
+    The loop's own threads are no place for it: a loop that is closed waits for them. Raises NotNow where no thread
     is to be had.
     """
     loop = asyncio.get_running_loop()
@@ -44,6 +44,6 @@ async def in_daemon(call: Callable[[], T], seconds: float) -> T:
     try:
         threading.Thread(target=run, name="credentials", daemon=True).start()
     except RuntimeError as error:
-        raise StoreError("cannot start", "a thread", str(error), "see ulimit -u and the cgroup's pids.max") from None
+        raise NotNow("no credentials", "cannot start a thread", str(error), "see ulimit -u and the cgroup's pids.max") from None
     async with asyncio.timeout(seconds):
         return await future
