@@ -11,7 +11,14 @@ pytest.register_assert_rewrite("contract", "commands")
 
 from commands import Root  # noqa: E402 - its asserts are rewritten
 
-pytest_plugins = ["services.certificates", "services.moto", "services.proxies", "services.scripted", "services.seaweed"]
+pytest_plugins = [
+    "services.certificates",
+    "services.moto",
+    "services.proxies",
+    "services.scripted",
+    "services.seaweed",
+    "services.vault",
+]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -85,7 +85,7 @@ def _parse_vault(text: str) -> SourceSpec:
     if "@" in parts.netloc or "#" in text:
         raise ValueError("the Vault URL must not have a user name, a password or a '#'")
     path = "/".join(_decoded(part) for part in parts.path.strip("/").split("/"))
-    if re.search(r"(^|/)\.{0,2}(/|$)|[%?#\\]", path):
+    if re.search(r"(^|/)\.{0,2}(/|$)", path):
         raise ValueError("the Vault URL must have the secret's path, as for `vault kv get`: https://HOST:PORT/team/s3")
     if path.startswith("v1/"):
         raise ValueError("the secret's path must be as for `vault kv get`, without v1/")

@@ -90,6 +90,11 @@ class LiveCredentials:
                 raise self._no_other("the store calls them expired or invalid, and the source has no others")
         return await self.get()
 
+    @property
+    def age(self) -> float:
+        """Seconds since the fetch of the current set began; inf without one."""
+        return self._clock() - self._fetched
+
     async def aclose(self) -> None:
         """Nothing is fetched any more, and the source is released; takes 2 s at most, and raises nothing."""
         task, self._task = self._task, None
