@@ -1,7 +1,7 @@
 """The checks by which `publishd probe` shows, from this node, whether a checkpoint root can be used.
 
-What is created has a fresh random name in a folder of its own directly below the root: in `pub/` it would stop every
-resolve, and a folder that two probes share could be removed by neither. That all checks pass is evidence, no proof: a
+What is created has a fresh random name directly below the root. In `pub/` it would stop every resolve, and a folder would
+outlive its content on stores that keep empty ones for a while (SeaweedFS). That all checks pass is evidence, no proof: a
 store may still lose exclusivity across its own nodes.
 """
 
@@ -13,7 +13,7 @@ import uuid
 from typing import TYPE_CHECKING, TypeVar
 
 from publishd.errors import AlreadyExists, PublishdError, printable
-from publishd.publications import Publication, longest_path, read
+from publishd.publications import longest_path, read
 from publishd.stores import PRUNE, Finding, Verdict, list_fresh
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PREFIX = "probe-"
 _TRIES = 4
 _AT_ONCE = 8
 _SECONDS = 10.0
@@ -142,23 +143,25 @@ def _count(number: int, what: str) -> str:
 
 
 class _Scratch:
-    """A folder for what the checks create, with a name that nobody else can have chosen."""
+    """What the checks create: files with names that nobody else can have chosen."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.folder = f"probe-{uuid.uuid4()}"
         self.left = ""
         """What could not be removed, and why; empty if all is gone."""
         self._keys: list[str] = []
 
     def fresh(self) -> str:
-        """A key never used before, with a name as long and of the same letters as those of real entries."""
-        name = Publication(0, 0, f"exec/{uuid.uuid4()}/probe").name
-        self._keys.append(f"{self.folder}/{name}")
+        """A key never used before."""
+        self._keys.append(f"{_PREFIX}{uuid.uuid4()}")
         return self._keys[-1]
 
+    async def lists(self, key: str) -> bool:
+        """Whether a fresh listing of the root shows the key."""
+        return any(entry.name == key for entry in await list_fresh(self.store, "", key) or ())
+
     async def used_for(self, part: Callable[[_Scratch], Awaitable[list[Finding]]]) -> list[Finding]:
-        """What a part of the checks has found, after which the folder is gone again, also when cancelled."""
+        """What a part of the checks has found, after which all that it created is gone again, also when cancelled."""
         try:
             return await _to_its_end(self._cleaned_after(part))
         except asyncio.CancelledError:
@@ -173,39 +176,32 @@ class _Scratch:
             await self._clean()
 
     async def _clean(self) -> None:
-        self.left = printable(f"{self.store.root}/{self.folder}: it could not be removed within {_SECONDS:g} s")
+        self.left = self._named(self._keys, f"not removed within {_SECONDS:g} s")
         try:
             async with asyncio.timeout(_SECONDS):
-                self.left = printable(await self._remove())
+                self.left = await self._remove()
         except TimeoutError:
             pass  # `left` says so
 
     async def _remove(self) -> str:
         """Remove all that was or may have been created; returns what remains and why, empty if nothing does."""
         failure: PublishdError | None = None
-        # One by one, for a listing may not show them; then the folder, of which some kinds of store know nothing.
-        for remove in (*(self._deleting(key) for key in self._keys), self._removing_folder):
+        for key in self._keys:
             try:
-                await remove()
+                await self.store.delete(key)
             except PublishdError as error:
                 failure = failure or error
         try:
-            remaining = await list_fresh(self.store, self.folder)
+            names = {entry.name for entry in await list_fresh(self.store, "", _PREFIX) or ()}
         except PublishdError as error:
-            return str(failure or error)
-        path = f"{self.store.root}/{self.folder}"
-        if remaining:
-            more = f" (and {_count(len(remaining) - 1, 'other')} there)" if len(remaining) > 1 else ""
-            return f"{path}/{remaining[0].name}{more}: {failure or 'the store said that it was deleted'}"
-        if remaining is not None and failure and not self.store.consistent:
-            return f"{path}: {failure}"
-        return ""
+            return self._named(self._keys, f"perhaps, for that could not be looked at: {failure or error}")
+        return self._named([key for key in self._keys if key in names], str(failure or "the store said that it was deleted"))
 
-    def _deleting(self, key: str) -> Callable[[], Awaitable[None]]:
-        return lambda: self.store.delete(key)
-
-    async def _removing_folder(self) -> None:
-        await self.store.delete_tree(self.folder)
+    def _named(self, keys: list[str], why: str) -> str:
+        if not keys:
+            return ""
+        more = f" (and {_count(len(keys) - 1, 'other')}, {_PREFIX}…)" if len(keys) > 1 else ""
+        return printable(f"{self.store.root}/{keys[0]}{more}: {why}")
 
 
 async def _exclusive(scratch: _Scratch) -> list[Finding]:
@@ -266,7 +262,7 @@ async def _listing(scratch: _Scratch, key: str) -> Finding:
         await scratch.store.create(key)
     except AlreadyExists:
         pass  # as above
-    if await _listed(scratch, key):
+    if await scratch.lists(key):
         return Finding("listing", Verdict.OK, "what was created is listed at once")
     detail = f"{scratch.store.root}/{key} was created, but a listing lacks it: resolve could miss the latest publication"
     return Finding("listing", Verdict.FAIL, printable(detail))
@@ -274,12 +270,7 @@ async def _listing(scratch: _Scratch, key: str) -> Finding:
 
 async def _delete(scratch: _Scratch, key: str) -> Finding:
     await scratch.store.delete(key)
-    if not await _listed(scratch, key):
+    if not await scratch.lists(key):
         return Finding("delete", Verdict.OK, "what was deleted is gone from the listing at once")
     detail = f"{scratch.store.root}/{key} was deleted, but a listing still has it: prune could not work"
     return Finding("delete", Verdict.FAIL, printable(detail))
-
-
-async def _listed(scratch: _Scratch, key: str) -> bool:
-    entries = await list_fresh(scratch.store, scratch.folder) or ()
-    return any(f"{scratch.folder}/{entry.name}" == key for entry in entries)
