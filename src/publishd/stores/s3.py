@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _KEY_LIMIT = 1024
 """Bytes of a key (Amazon S3 user guide, Naming Amazon S3 objects)."""
+_NAME_LIMIT = 255
+"""Bytes of one component: SeaweedFS and MinIO keep keys as paths in a file system. No store can be asked for it."""
 _PIECE = 1 << 20
 _PIECE_SECONDS = 20.0
 _CLOCK_WARNING_SECONDS, _CLOCK_LIMIT_SECONDS = 60, 900
@@ -163,7 +165,7 @@ class S3Store:
         if not await stands(self, key):
             raise NotFound("cannot withdraw", self._path(key), "there is no such object")
         await self._put("cannot record", to)
-        await self._object("cannot withdraw", key, "delete_object")
+        await self._delete("cannot withdraw", key)
 
     async def _put(self, what: str, key: str, **condition: str) -> None:
         # Without a Body: with one, even an empty one, botocore adds `Expect: 100-continue`.
@@ -172,10 +174,15 @@ class S3Store:
             raise self._no_store(key, "its answer has no ETag")
 
     async def delete(self, key: str) -> None:
+        await self._delete("cannot delete", key)
+
+    async def _delete(self, what: str, key: str) -> None:
         try:
-            await self._object("cannot delete", key, "delete_object")
+            answer = (await self._object(what, key, "delete_object"))["ResponseMetadata"]
         except NotFound:
-            pass  # most stores answer 204 to this, too
+            return  # most stores answer 204 to this, too
+        if answer["HTTPStatusCode"] != 204 and answer["HTTPHeaders"].get("content-length") != "0":
+            raise self._no_store(key, "its answer to a delete has content, as a web page has")
 
     async def delete_tree(self, key: str, first: Collection[str] = ()) -> None:
         inside = await self._keys_below(key)
@@ -225,8 +232,8 @@ class S3Store:
         return key
 
     async def name_limit(self) -> int:
-        """What is left of a key's limit below `prune/`, which is where an entry may move to."""
-        return _KEY_LIMIT - len(self._key(f"{PRUNE}/").encode())
+        """What every store can hold, also below `prune/`, which is where an entry may move to."""
+        return min(_NAME_LIMIT, _KEY_LIMIT - len(self._key(f"{PRUNE}/").encode()))
 
     async def diagnose(self) -> builtins.list[Finding]:
         try:

@@ -22,7 +22,7 @@ from aiobotocore.session import AioSession
 from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import BotoCoreError, ClientError
 
-from publishd.errors import AlreadyExists, NoCredentials, PerhapsOurs, Unavailable
+from publishd.errors import AlreadyExists, NoCredentials, PerhapsOurs
 from publishd.stores.s3_errors import Failure, Redirected, Then, failure, host_of, quoted
 
 if TYPE_CHECKING:
@@ -132,8 +132,6 @@ class Client:
         async with asyncio.timeout(_ATTEMPT_SECONDS):
             client = await self._connected()
             answer = await getattr(client, operation)(**parameters)
-            if "html" in answer["ResponseMetadata"]["HTTPHeaders"].get("content-type", "") and read is None:
-                raise Unavailable("cannot use the store", self.address, "it answers with a web page", "see -endpoint and -proxy")
             return await read(answer) if read else answer
 
     @property
