@@ -94,6 +94,10 @@ class S3Service:
             self._connection.request(method, target, body, headers)
             return self._connection.getresponse()
 
+    def put(self, bucket: str, key: str, content: bytes) -> None:
+        """Make or replace an object."""
+        self.request("PUT", f"/{bucket}/{key}", body=content)
+
     def close(self) -> None:
         self._connection.close()
 
@@ -121,7 +125,7 @@ class Place(NamedTuple):
 
     def put(self, key: str, content: bytes = b"") -> None:
         """Make or replace an object."""
-        self.service.request("PUT", self._path(key), body=content)
+        self.service.put(self.bucket, f"{self.prefix}/{key}", content)
 
     def get(self, key: str) -> bytes:
         """The content of an object; raises Refused where there is none."""
