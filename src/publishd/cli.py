@@ -15,19 +15,34 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from publishd import __version__
-from publishd.errors import PublishdError, UsageError
-from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, quotable, unsigned
+from publishd.errors import PublishdError, UsageError, printable
+from publishd.flags import quotable
 from publishd.frameworks import FRAMEWORKS
 from publishd.log import StderrHandler, to_stderr, write_all
-from publishd.publications import Announced, Publication, present, publish, published, resolve, resolve_verified, unsafe
-from publishd.stores import EXEC, open_store
+from publishd.options import (
+    ACCESS,
+    ATTEMPT,
+    DRY_RUN,
+    EPOCH,
+    JSON,
+    KEEP,
+    NO_SYNC,
+    ROOT,
+    VERIFY,
+    WATCH,
+    Options,
+    parse_options,
+)
+from publishd.publications import Announced, Publication, present, publish, published, resolve, resolve_verified
+from publishd.stores import Verdict, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from publishd.flags import Flag
     from publishd.signals import Signals
     from publishd.stores import Store
 
@@ -37,52 +52,7 @@ DONE, FAILED, USAGE = 0, 1, 2
 _LOG_SECONDS = 1.0
 _THREADS = 4
 _THREAD_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line and the environment ask for; times in seconds."""
-
-    root: str
-    framework: str = ""
-    interval: float = 10.0
-    drain: float = 20.0
-    linger: float = 0.0
-    keep: int = 0
-    once: bool = False
-    with_parent: bool = False
-    sync: bool = True
-    attempt: str = ""
-    epoch: int = 0
-    verify: bool = False
-    json: bool = False
-    dry_run: bool = False
-    save: str = ""
-    step: int = 0
-
-
-def _root(text: str) -> str:
-    if not text:
-        raise ValueError("must not be empty (is the variable it comes from set?)")
-    if text.startswith("-"):
-        raise ValueError("a folder is missing (one of that name is ./-…)")
-    if re.search("[\x00-\x1f\x7f-\x9f]", text):
-        raise ValueError("must not have a control character")
-    return text
-
-
-def _attempt(text: str) -> str:
-    if not text or "/" in text or unsafe(f"{EXEC}/{text}/save"):
-        raise ValueError("must be one path component, such as 1.4101.0")
-    return text
-
-
-ROOT = Flag("checkpoint", "the checkpoint root that all executions of the job share", "ROOT", _root, required=True)
-JSON = Flag("json", "print one JSON object per line")
-NO_SYNC = Flag("no-sync", "do not fsync saves and entries; after a crash an entry may outlive its save")
-ATTEMPT = Flag("attempt", "the execution's name (default: DISPATCH_ATTEMPT)", "NAME", _attempt)
-EPOCH = Flag("epoch", "the execution's fencing number (default: DISPATCH_EPOCH)", "NUMBER", unsigned)
-KEEP = Flag("keep", "how many of the latest publications stay", "N", count, required=True)
+_CLEARING_SECONDS = 25.0
 
 
 # Commands. Each returns its exit status; what it could not do is raised, or logged where it did the rest.
@@ -153,6 +123,19 @@ async def _prune(options: Options, store: Store, _signals: Signals) -> int:
     return FAILED if failed else DONE
 
 
+async def _probe(options: Options, store: Store, _signals: Signals) -> int:
+    from publishd.probe import probe
+
+    failed = 0
+    async for check, verdict, detail in probe(store):
+        failed += verdict is Verdict.FAIL
+        line = json.dumps({"check": check, "verdict": verdict.value, "detail": detail})
+        await asyncio.to_thread(_answer, [line if options.json else printable(f"{verdict.value:4}  {check}: {detail}")])
+    if failed:
+        log.error("this root can't be used as it is: %s: %d of the checks failed", store.root, failed)
+    return FAILED if failed else DONE
+
+
 async def _watch(options: Options, store: Store, signals: Signals) -> int:
     from publishd.watch import Watcher, WatchOptions
 
@@ -194,31 +177,13 @@ class Command:
 COMMANDS = {
     "resolve": Command(
         "Print the save to resume from, or nothing if nothing was ever published.",
-        (
-            ROOT,
-            Flag("verify", "print the newest publication whose save is there and complete, naming those passed over on stderr"),
-            JSON,
-        ),
+        (ROOT, VERIFY, JSON),
         _resolve,
         'RESUME=$(publishd resolve -checkpoint "$CKPT") || exit 1',
     ),
     "watch": Command(
         "Publish this execution's saves as they complete, until SIGTERM, SIGINT or SIGHUP.",
-        (
-            ROOT,
-            Flag("framework", f"who writes the saves: {' or '.join(FRAMEWORKS)}", "NAME", one_of(FRAMEWORKS), required=True),
-            Flag("interval", "time between scans (default: 10s)", "DURATION", positive_duration),
-            Flag(
-                "drain", "time for the last scan and for publishing what it found (default: 20s)", "DURATION", positive_duration
-            ),
-            Flag("linger", "go on scanning every second for so long after the signal (default: 0)", "DURATION", duration),
-            Flag("keep", "prune to the N latest after publishing (default: never)", "N", count),
-            Flag("once", "scan once, publish, exit"),
-            Flag("with-parent", "scan a last time and exit when the parent process is gone"),
-            NO_SYNC,
-            ATTEMPT,
-            EPOCH,
-        ),
+        (ROOT, *WATCH, NO_SYNC, ATTEMPT, EPOCH),
         _watch,
         'publishd watch -checkpoint "$CKPT" -framework hf &',
         publishes=True,
@@ -234,7 +199,7 @@ COMMANDS = {
     ),
     "prune": Command(
         "Remove all but the N latest publications, and the saves they named; print what was removed.",
-        (ROOT, KEEP, Flag("dry-run", "print what would be removed, remove nothing"), JSON),
+        (ROOT, KEEP, DRY_RUN, JSON),
         _prune,
         'publishd prune -checkpoint "$CKPT" -keep 3',
     ),
@@ -243,6 +208,12 @@ COMMANDS = {
         (ROOT, JSON),
         _list,
         'publishd list -checkpoint "$CKPT"',
+    ),
+    "probe": Command(
+        "Prove from this node that the root can be used; print one line per check, and leave nothing behind.",
+        (ROOT, JSON),
+        _probe,
+        'publishd probe -checkpoint "$CKPT"',
     ),
 }
 
@@ -262,47 +233,20 @@ def _help() -> str:
 def _command_help(name: str, command: Command) -> str:
     needed = "".join(f" -{flag.name} {flag.metavar}" for flag in command.flags if flag.required)
     arguments = "".join(f" {argument}" for argument in command.arguments)
-    left = [f"-{flag.name} {flag.metavar}".rstrip() for flag in command.flags]
-    width = max(map(len, left)) + 2
-    flags = "".join(f"  {text:<{width}}{flag.help}\n" for text, flag in zip(left, command.flags, strict=True))
+    width = max(len(_flag(flag)) for flag in (*command.flags, *ACCESS)) + 2
     return (
-        f"{command.purpose}\n\nusage: publishd {name}{needed} [FLAG…]{arguments}\n\n{flags}\n"
+        f"{command.purpose}\n\nusage: publishd {name}{needed} [FLAG…]{arguments}\n\n{_described(command.flags, width)}\n"
+        f"With an s3:// root (-creds is required there):\n{_described(ACCESS, width)}\n"
         f"Example:\n  {command.example}\n\n{_EXIT_STATUS}"
     )
 
 
-def _options(command: Command, argv: list[str]) -> Options:
-    flags, positional = parse_flags(command.flags, argv)
-    if len(positional) != len(command.arguments):
-        wanted = " and ".join(command.arguments) or "no arguments"
-        raise UsageError("bad arguments", "", f"{wanted} wanted, {len(positional)} given", "see --help")
-    values: dict[str, Any] = {name.replace("-", "_"): value for name, value in flags.items()}
-    values["root"] = values.pop("checkpoint")
-    values["sync"] = not values.pop("no_sync", False)
-    if command.publishes:
-        _from_environment(values, "attempt", "DISPATCH_ATTEMPT", _attempt)
-        _from_environment(values, "epoch", "DISPATCH_EPOCH", unsigned)
-    if command.arguments:
-        values["save"] = positional[0]
-        if not positional[0]:
-            raise UsageError("bad argument", "SAVE", "must not be empty (is the variable it comes from set?)")
-        try:
-            values["step"] = unsigned(positional[1])
-        except ValueError as error:
-            raise UsageError("bad argument", "STEP", str(error)) from None
-    return Options(**values)
+def _described(flags: Sequence[Flag], width: int) -> str:
+    return "".join(f"  {_flag(flag):<{width}}{flag.help}\n" for flag in flags)
 
 
-def _from_environment(values: dict[str, Any], name: str, variable: str, parse: Callable[[str], Any]) -> None:
-    if name in values:
-        return
-    text = os.environ.get(variable)
-    if text is None:
-        raise UsageError("missing variable", variable, "it is not set", f"set it, or give -{name}")
-    try:
-        values[name] = parse(text)
-    except ValueError as error:
-        raise UsageError("bad variable", variable, str(error)) from None
+def _flag(flag: Flag) -> str:
+    return f"-{flag.name} {flag.metavar}".rstrip()
 
 
 def _json(store: Store, publication: Publication, *, present: bool) -> str:
@@ -328,12 +272,16 @@ async def _run(command: Command, options: Options, signals: Signals) -> int:
     loop = asyncio.get_running_loop()
     signals.attach(loop)
     loop.set_default_executor(_started_threads())
-    store = open_store(options.root, sync=options.sync)
+    store = open_store(options.root, sync=options.sync, access=options.access)
     work = asyncio.ensure_future(command.run(options, store, signals))
     ended = asyncio.create_task((signals.abandon if command.stays else signals.stop).wait())
     await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
         assert signals.last
+        if not command.stays:  # it may have something to clear away, for as long as nobody insists
+            work.cancel()
+            insisted = asyncio.create_task(signals.abandon.wait())
+            await asyncio.wait((work, insisted), timeout=_CLEARING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         raise PublishdError("ended early", "", f"by {signals.last.name}")
     await store.aclose()
     return work.result()
@@ -367,13 +315,13 @@ def _expected(error: BaseException) -> PublishdError | None:
     return error if isinstance(error, PublishdError) else None
 
 
-def _execute(name: str, argv: list[str], signals: Signals) -> int:
+def _execute(name: str, argv: list[str], environ: Mapping[str, str], signals: Signals) -> int:
     command = COMMANDS[name]
     handler = to_stderr(name)
     if not command.stays:
         gc.disable()  # a command that ends in a moment gains nothing from looking for cycles among 100,000 entries
     try:
-        options = _options(command, argv)
+        options = parse_options(argv, environ, flags=command.flags, arguments=command.arguments, publishes=command.publishes)
         # The runner is never closed: that would wait for threads that the file system holds.
         runner = asyncio.Runner(loop_factory=_loop_factory(command))
         try:
@@ -407,11 +355,11 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-def _dispatch(argv: list[str], signals: Signals) -> int:
+def _dispatch(argv: list[str], environ: Mapping[str, str], signals: Signals) -> int:
     name = argv[0] if argv else ""
     wants_help = any(argument in ("-h", "-help", "--help") for argument in argv[: argv.index("--") if "--" in argv else None])
     if name in COMMANDS and not wants_help:
-        return _execute(name, argv[1:], signals)
+        return _execute(name, argv[1:], environ, signals)
     handler = to_stderr(name if name in COMMANDS else "")
     try:
         if wants_help:
@@ -433,7 +381,26 @@ def _dispatch(argv: list[str], signals: Signals) -> int:
     return DONE
 
 
+def _isolate() -> dict[str, str]:
+    """The environment as it was given; this process's own loses whatever would lead its libraries elsewhere.
+
+    Proxies are named by flags, credentials by -creds, certificates by -ca; what a site sets for other programs is not
+    meant for a checkpoint's keys.
+    """
+    given = dict(os.environ)
+    for name in given:
+        if _MISLEADING.fullmatch(name):
+            del os.environ[name]
+    return given
+
+
+_MISLEADING = re.compile(
+    r".*_proxy|(AWS|BOTO|VAULT|BAO)_.*|BOTO_.*|(REQUESTS|CURL)_CA_BUNDLE|SSL_CERT_(FILE|DIR)|NETRC", re.I | re.S
+)
+
+
 def main(argv: list[str], signals: Signals) -> NoReturn:
     """Run one command and end the process, whatever its threads are stuck in."""
+    environ = _isolate()
     _open_standard_streams()
-    os._exit(_dispatch(argv, signals))
+    os._exit(_dispatch(argv, environ, signals))

@@ -17,6 +17,7 @@ from publishd.errors import printable
 
 _STDERR = 2
 _QUEUED_LINES = 10_000
+_SPEAKERS = {"publishd", "asyncio", "root"}
 
 
 class StderrHandler(logging.Handler):
@@ -32,6 +33,10 @@ class StderrHandler(logging.Handler):
             self._thread.start()
         except RuntimeError:  # no thread is to be had: better a line that may block than none
             self._thread = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop what libraries log on their own: their failures are publishd's to report, and their texts may hold secrets."""
+        return record.name.partition(".")[0] in _SPEAKERS and super().filter(record) is not False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write or queue one record; control characters in it are escaped."""
@@ -71,7 +76,7 @@ def write_all(fd: int, content: bytes) -> None:
 
 
 def to_stderr(command: str) -> StderrHandler:
-    """Send the log of publishd, and warnings of what it is built on, to stderr."""
+    """Send the log of publishd, and of the event loop, to stderr."""
     handler = StderrHandler(command)
     logging.getLogger().addHandler(handler)
     logging.getLogger("publishd").setLevel(logging.INFO)
