@@ -78,6 +78,8 @@ class StoreContract:
     """A name need not be UTF-8."""
     odd_names: ClassVar[tuple[str, ...]] = ODD_NAMES
     """Names that the server itself can hold; one that it can't is no matter of the adapter."""
+    crowd: ClassVar[int] = 12
+    """How many may create one key at once without the server making them wait for many seconds."""
 
     # What a subclass gives, besides the fixture `store`
 
@@ -299,9 +301,9 @@ class StoreContract:
         """Of all who create a key at once, `pub/` missing, exactly one succeeds and all others are told that it exists."""
         for step in range(10):
             key = f"{PUB}/{step}"
-            results = await asyncio.gather(*(store.create(key) for _ in range(12)), return_exceptions=True)
+            results = await asyncio.gather(*(store.create(key) for _ in range(self.crowd)), return_exceptions=True)
             assert sum(result is None for result in results) == 1
-            assert sum(isinstance(result, AlreadyExists) for result in results) == 11
+            assert sum(isinstance(result, AlreadyExists) for result in results) == self.crowd - 1
         assert len(await self.raw_names(PUB)) == 10
 
     async def test_create_fails_where_a_parent_is_a_file(self, store: Store) -> None:

@@ -17,8 +17,8 @@ class Moto(S3Service):
     """moto's server, into which objects are put by the back door: by the front one it takes 8 ms for each."""
 
     def put(self, bucket: str, key: str, content: bytes) -> None:
-        from moto.core import DEFAULT_ACCOUNT_ID
-        from moto.s3 import s3_backends
+        from moto.core.models import DEFAULT_ACCOUNT_ID
+        from moto.s3.models import s3_backends
 
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(bucket, key, content)
 
