@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from services.certificates import Certificate
 
 
+# The proxy's own children outlive it unless they ask not to (PR_SET_PDEATHSIG is 1, SIGKILL 9; Linux).
+_PROXY = """
+import ctypes, os, proxy, sys
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=lambda: ctypes.CDLL(None).prctl(1, 9))
+proxy.entry_point()
+"""
+
+
 class Listener:
     """Accepts connections and records the first bytes of each, then closes it, or with `hold` never answers and keeps it."""
 
@@ -69,7 +78,7 @@ class ForwardProxy:
         arguments += ["--num-workers", "1", "--timeout", "60", "--log-level", "INFO", "--data-dir", str(folder)]
         if certificate:
             arguments += ["--cert-file", str(certificate.chain), "--key-file", str(certificate.key)]
-        self.program = Program([sys.executable, "-m", "proxy", *arguments], folder)
+        self.program = Program([sys.executable, "-c", _PROXY, *arguments], folder)
         try:
             eventually(lambda: self.program.ended or (port_file.exists() and port_file.read_text().strip()), "a proxy", 30)
             assert not self.program.ended, self.program.log
