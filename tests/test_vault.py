@@ -78,7 +78,7 @@ async def test_b61_a_secret_is_found_as_a_person_writes_it(
     mount = bao.mount(version, f"m{time.monotonic_ns()}{inside}" if inside else "")
     bao.call("POST", f"{mount}/{at}", {"data": FIELDS} if version == 2 else FIELDS)
     found = await fetched(bao.spec(f"{mount}/{asked}", "auth=token"), token)
-    assert found == Credentials(*FIELDS.values(), renew_after=300)
+    assert found == Credentials(FIELDS["access_key"], FIELDS["secret_key"], renew_after=300)
 
 
 async def test_b61_where_the_mount_may_not_be_asked_both_ways_are_tried(bao: OpenBao, token: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
-from publishd.credentials.base import SLOW_TIMER, Credentials, NotNow, field, renewal, until
+from publishd.credentials.base import SLOW_TIMER, Credentials, NotNow, field, renewal, repeats, until
 from publishd.credentials.local import read_file, variable
 from publishd.credentials.threads import in_daemon
 from publishd.credentials.urls import host_and_port, parse_endpoint, split
@@ -69,11 +69,11 @@ class _Service:
         """Any answer but a redirect. Raises NotNow, naming `what` was asked for, for none, and for one that may change."""
         try:
             answer = await self._send(method, url, **options)
-        except ValueError as error:
-            raise self._failed(f"{what}: {error}") from None
         except (aiohttp.ClientError, OSError) as error:
-            kind = NoCredentials if isinstance(error, aiohttp.ClientConnectorCertificateError) else NotNow
+            kind = NoCredentials if isinstance(error, aiohttp.ClientSSLError) else NotNow
             raise self._failed(f"{what}: {_origin(url)}: {_reason(error, self._seconds)}", hint, kind) from None
+        except ValueError as error:
+            raise self._failed(f"{what}: {_origin(url)}: {error}", hint) from None
         if 300 <= answer.status < 400:
             raise self._failed(f"{what}: {_origin(url)}: {answer.status}, a redirect, which is not followed", hint)
         if answer.status in _BUSY:
@@ -320,7 +320,7 @@ def _complaint(text: str, *secrets: str) -> str:
     except (ValueError, RecursionError):
         return ""
     said = " ".join(str(fields[name]) for name in ("code", "message") if fields.get(name))[:300].strip()
-    return f": {said}" if said and not any(secret and secret in text for secret in secrets) else ""
+    return f": {said}" if said and not repeats(said, secrets) else ""
 
 
 def _origin(url: str) -> str:
@@ -339,6 +339,8 @@ def _reason(error: Exception, seconds: float) -> str:
         return f"the proxy can't be reached: {error.os_error.strerror or 'no connection'}"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name is not known"
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return f"TLS: {getattr(error.os_error, 'reason', '') or 'it failed'}"
     if isinstance(error, aiohttp.ClientConnectorError):
         return error.os_error.strerror or str(error.os_error) or "no connection"
     return f"the answer broke off, or is not HTTP ({type(error).__name__})"

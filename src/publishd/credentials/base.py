@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from publishd.errors import NoCredentials
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SLOW_TIMER = 300.0
 """Seconds after which a set that names no end of its own is fetched again, to notice a rotation before the store does."""
 
+_TELLING = 8
 _MARGIN_SHARE = 0.1
 _LONGEST_MARGIN = 900.0
 
@@ -87,6 +91,12 @@ def field(fields: dict[str, Any], *names: str, required: bool = True) -> str:
     if not re.fullmatch("[!-~]*", value):
         raise ValueError(f"{names[0]} has a blank, a line break or a character outside ASCII")
     return value
+
+
+def repeats(words: str, secrets: Iterable[str]) -> bool:
+    """Whether a server's words have eight characters in a row of one of these secrets, or all of a shorter one."""
+    pieces = {words[at : at + _TELLING] for at in range(len(words) - _TELLING + 1)}
+    return any(secret and (secret in words or any(piece in secret for piece in pieces)) for secret in secrets)
 
 
 def until(expiration: object, date: str | None) -> float:

@@ -100,9 +100,8 @@ class FileSource:
 
 def read_file(path: str, limit: int) -> str:
     """The text of a regular file of at most `limit` bytes; a FIFO or device can't hang it. Raises OSError, ValueError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
         content = file.read(limit + 1)
     if len(content) > limit:

@@ -18,7 +18,7 @@ import hvac.adapters
 import requests
 import requests.adapters
 
-from publishd.credentials.base import NotNow
+from publishd.credentials.base import NotNow, repeats
 from publishd.credentials.urls import host_and_port
 from publishd.errors import NoCredentials
 
@@ -144,7 +144,7 @@ class VaultHttp:
     def _said(self, content: Any) -> str:
         errors = content.get("errors") if isinstance(content, dict) else None
         words = " ".join(" ".join(str(error) for error in errors[:3]).split()) if isinstance(errors, list) else ""
-        return "" if any(secret in words for secret in self.secrets) else words[:300]
+        return "" if repeats(words, self.secrets) else words[:300]
 
     def failed(self, step: str, cause: str, remedy: str = "", kind: type[NoCredentials] = NoCredentials) -> NoCredentials:
         """The error of one step."""
