@@ -8,13 +8,13 @@ import logging
 import random
 import time
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from publishd.credentials.base import Credentials, NotNow
 from publishd.errors import NoCredentials
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from publishd.credentials.base import Source
 
@@ -27,6 +27,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 _LONGEST_WAIT_OF_CALLERS = 4.0
 _FIRST_REJECTED_WAIT, _LONGEST_REJECTED_WAIT = 5.0, 300.0
 _CLOSE_SECONDS = 2.0
+_ROUNDS = 3
 
 _PROVEN, _PROVEN_MINTED = 5.0, 60.0
 """Seconds of age from which a set that a store suddenly rejects had worked before; minted ones are known late."""
@@ -62,14 +63,14 @@ class LiveCredentials:
 
         Without one: waits for at most about 15 s, then raises NoCredentials; until the next try is due, again at once.
         """
-        while True:
-            now = self._clock()
+        for _ in range(_ROUNDS):
             current = self._current
-            if current and now - self._fetched < current.valid_for:
-                if now - self._fetched >= current.renew_after and now >= self._next_try and not self._task:
-                    self._task = asyncio.create_task(self._renew_behind())
+            if current and self.age < current.valid_for:
+                if self.age >= current.renew_after and self._clock() >= self._next_try and not self._task:
+                    self._begin(self._renew_behind())
                 return current
             await self._join_or_begin()
+        raise NotNow("no credentials", self._source.which, "they expire before they arrive")
 
     async def renew(self, rejected: Credentials) -> Credentials:
         """A set other than the one that the store has just called expired or invalid.
@@ -84,8 +85,13 @@ class LiveCredentials:
                 with contextlib.suppress(NoCredentials):
                     await self._join()
                 continue
+            before = self._rejections, self._next_replacement
             self._replace(rejected)
-            await self._join_or_begin()
+            try:
+                await self._join_or_begin()
+            except NoCredentials:  # the source failed, which says nothing about what the store makes of its keys
+                self._rejections, self._next_replacement = before
+                raise
             if self._current and self._current.keys == rejected.keys:
                 raise self._no_other("the store calls them expired or invalid, and the source has no others")
         return await self.get()
@@ -112,8 +118,13 @@ class LiveCredentials:
         if not self._task:
             if self._error and self._clock() < self._next_try:
                 raise _copy(self._error)
-            self._task = asyncio.create_task(self._fetch_patiently())
+            self._begin(self._fetch_patiently())
         await self._join()
+
+    def _begin(self, fetching: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.create_task(fetching)
+        # Where all who waited were cancelled nobody else asks for its outcome, and asyncio would complain of that.
+        self._task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
 
     async def _join(self) -> None:
         task = self._task
@@ -181,7 +192,7 @@ class LiveCredentials:
 
     @property
     def _remaining(self) -> float:
-        return self._fetched + self._current.valid_for - self._clock() if self._current else 0.0
+        return self._current.valid_for - self.age if self._current else 0.0
 
     def _wait_longer(self, within: float = inf) -> None:
         wait = min(_FIRST_WAIT * 2**self._failures, _LONGEST_WAIT)
@@ -193,7 +204,7 @@ class LiveCredentials:
     def _replace(self, rejected: Credentials) -> None:
         """Allow one fetch in place of a rejected set, or raise NoCredentials because that would be too early."""
         now = self._clock()
-        if self._had_worked(rejected, now - self._fetched):
+        if self._had_worked(rejected, self.age):
             self._rejections, self._next_replacement = 0, -inf
         self._rejected = rejected
         if now < self._next_replacement:
