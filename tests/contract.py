@@ -206,6 +206,31 @@ class StoreContract:
         assert await list_fresh(store, PUB) is None
         assert await list_fresh(store, "") == []
 
+    async def test_list_with_a_prefix_has_the_names_that_begin_so(self, store: Store) -> None:
+        """Of the children those whose names begin with the prefix, the file or folder of just that name included."""
+        for name in ("file", "file2", "file-folder/inside", "other", "File"):
+            await self.raw_write(f"a/{name}", b"")
+        assert names(await store.list("a", "file")) == ["file", "file-folder", "file2"]
+        assert names(await store.list("a", "file2")) == ["file2"]
+        assert await store.list("a", "none") == []
+
+    # exists
+
+    async def test_exists_knows_files_and_folders(self, store: Store) -> None:
+        """A file and a folder are there; what only begins or goes on like one is not."""
+        await self.raw_save()
+        await self.raw_write(ENTRY, b"")
+        for key in (SAVE, f"{SAVE}/rank", f"{SAVE}/model", "exec", ENTRY):
+            assert await store.exists(key)
+        for key in (f"{SAVE}0", SAVE[:-1], f"{SAVE}/mode", f"{SAVE}/model/x", "none/none", f"{ENTRY}A", RECORD):
+            assert not await store.exists(key)
+
+    async def test_what_was_deleted_does_not_exist(self, store: Store) -> None:
+        """A deleted save is gone at once, whatever a listing of its folder shows."""
+        await self.raw_save()
+        await store.delete_tree(SAVE)
+        assert not await store.exists(SAVE)
+
     # read and stream
 
     @pytest.mark.parametrize("size", [0, 1, MIB, MIB + 1, 3 * MIB + 5])

@@ -117,6 +117,10 @@ class MemoryStore:
             raise self._error(NotFound, "cannot list", folder, "no such folder")
         return [self._entry(folder, name) for name in names if name.startswith(prefix)]
 
+    async def exists(self, key: str) -> bool:
+        await asyncio.sleep(0)
+        return key in self.contents or bool(self.names(key))
+
     async def read(self, key: str, limit: int) -> bytes:
         await asyncio.sleep(0)
         content = self._content(key)
@@ -224,6 +228,10 @@ class FaultyStore:
 
     async def list(self, folder: str, prefix: str = "") -> list[Entry]:
         found: list[Entry] = await self._effect("list", folder)(lambda: self.inner.list(folder, prefix))
+        return found
+
+    async def exists(self, key: str) -> bool:
+        found: bool = await self._effect("exists", key)(lambda: self.inner.exists(key))
         return found
 
     async def read(self, key: str, limit: int) -> bytes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from publishd.errors import Denied, Linked, NotAFile, NotAFolder, NotFound, TooLarge, Unavailable
-from publishd.stores import Kind, stands
+from publishd.stores import Kind
 
 if TYPE_CHECKING:
     from publishd.stores import Entry, Store
@@ -143,7 +143,7 @@ async def _misstates(store: Store, framework: Framework, save: str) -> str | Non
         return f"{framework.marker} is not a regular file"
     except Denied as error:
         # To those who may not list a whole bucket, S3 denies what is not there.
-        if store.consistent and not await stands(store, marker):
+        if store.consistent and not await store.exists(marker):
             return framework.unmarked
         return f"{framework.marker} cannot be read: {error.cause}"
     except ValueError as error:

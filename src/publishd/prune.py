@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from publishd.errors import Denied, InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError, TooLarge
 from publishd.frameworks import FRAMEWORKS
 from publishd.publications import GONE, Publication, Saves, present, published, read
-from publishd.stores import PRUNE, in_parallel, stands
+from publishd.stores import PRUNE, in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
@@ -162,7 +162,7 @@ class _Pruning:
             return True
         try:
             if self._store.consistent:
-                return await stands(self._store, publication.record)
+                return await self._store.exists(publication.record)
             await self._store.read(publication.record, 0)
         except NotFound:
             return False

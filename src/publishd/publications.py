@@ -168,7 +168,11 @@ async def published(store: Store) -> list[Publication]:
 
 
 async def present(store: Store, publications: Iterable[Publication]) -> set[Publication]:
-    """Those publications whose save is there, by a fresh listing of each folder that holds one."""
+    """Those publications whose save is there, asked afresh; of a file system by a listing of each folder that holds one."""
+    if store.consistent:
+        asked = list(publications)
+        there = await in_parallel(store.concurrency, store.exists, [publication.path for publication in asked])
+        return {publication for publication, is_there in zip(asked, there, strict=True) if is_there}
     folders: dict[str, list[tuple[str, Publication]]] = {}
     for publication in publications:
         folder, _, name = publication.path.rpartition("/")

@@ -94,6 +94,13 @@ class Store(Protocol):
         """
         ...
 
+    async def exists(self, key: str) -> bool:
+        """Whether a file stands under the key, or a folder; a store without folders counts one that holds anything.
+
+        Of a store that is not consistent, a listing may know better.
+        """
+        ...
+
     async def read(self, key: str, limit: int) -> bytes:
         """The whole content of a regular file of at most `limit` bytes; nothing else can hang or fool it.
 
@@ -196,12 +203,6 @@ async def in_parallel(limit: int, call: Callable[[A], Awaitable[T]], items: Iter
             raise result
         found.append(result)
     return found
-
-
-async def stands(store: Store, key: str) -> bool:
-    """Whether anything stands under the key, by a listing: the answer also of a store that denies what is not there."""
-    folder, _, name = key.rpartition("/")
-    return any(entry.name == name for entry in await list_fresh(store, folder, name) or ())
 
 
 async def list_fresh(store: Store, folder: str, prefix: str = "") -> builtins.list[Entry] | None:

@@ -73,6 +73,9 @@ class PosixStore:
     async def list(self, folder: str, prefix: str = "") -> list[Entry]:
         return await asyncio.to_thread(self._list, folder, prefix)
 
+    async def exists(self, key: str) -> bool:
+        return await asyncio.to_thread(self._exists, key)
+
     async def read(self, key: str, limit: int) -> bytes:
         async with self._open(key, limit) as file:
             with translated("cannot read", self._path(key)):
@@ -149,6 +152,14 @@ class PosixStore:
                 close_read(fd)
             fd = below
         return fd
+
+    def _exists(self, key: str) -> bool:
+        try:
+            with translated("cannot look for", self._path(key)):
+                os.stat(self._path(key), follow_symlinks=False)
+        except (NotFound, NotAFolder):
+            return False
+        return True
 
     @contextlib.asynccontextmanager
     async def _open(self, key: str, limit: int | None = None) -> AsyncGenerator[AsyncBufferedReader, None]:

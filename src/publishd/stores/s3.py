@@ -25,7 +25,7 @@ from publishd.errors import (
     Unavailable,
     UsageError,
 )
-from publishd.stores import PRUNE, Entry, Finding, Kind, Verdict, in_parallel, stands
+from publishd.stores import PRUNE, PUB, Entry, Finding, Kind, Verdict, in_parallel
 from publishd.stores.s3_client import MAX_CALLS, Client, S3Settings
 from publishd.stores.s3_errors import clock_difference
 
@@ -118,6 +118,20 @@ class S3Store:
         # A file last: where both have one name, who looks for a name finds what can be read.
         return [Entry(name, Kind.FOLDER, 0) for name in folders] + [Entry(name, Kind.FILE, 0) for name in files]
 
+    async def exists(self, key: str) -> bool:
+        # What a listing has of it may be a folder that SeaweedFS keeps for minutes after its last file was deleted.
+        ways = [self._is_file, self._is_folder]
+        if not key.startswith((f"{PUB}/", f"{PRUNE}/")):
+            ways.reverse()
+        return await ways[0](key) or await ways[1](key)
+
+    async def _is_file(self, key: str) -> bool:
+        folder, _, name = key.rpartition("/")
+        return (name, Kind.FILE, 0) in await self.list(folder, name)
+
+    async def _is_folder(self, key: str) -> bool:
+        return bool((await self._page("cannot look for", key, self._key(f"{key}/"), MaxKeys=1)).get("Contents"))
+
     async def read(self, key: str, limit: int) -> bytes:
         async def whole(answer: Any) -> bytes:
             length = self._length(key, answer)
@@ -162,7 +176,7 @@ class S3Store:
         await self._put("cannot create", key, IfNoneMatch="*")
 
     async def move(self, key: str, to: str) -> None:
-        if not await stands(self, key):
+        if not await self._is_file(key):
             raise NotFound("cannot withdraw", self._path(key), "there is no such object")
         await self._put("cannot record", to)
         await self._delete("cannot withdraw", key)
@@ -200,12 +214,24 @@ class S3Store:
 
         for batch in ([*filter(markers.__contains__, inside)], [key for key in inside if key not in markers]):
             await in_parallel(MAX_CALLS, delete, batch)
-        # A lying answer to a delete would make a leftover that nothing names any more.
-        left = [inner for inner in await self._keys_below(key) if inner in set(inside)] if inside else []
-        for inner in left:
+        for inner in await self._left_of(key, inside):
+            # A lying answer to a delete would make a leftover that nothing names any more.
             refused.setdefault(inner, Unavailable("cannot delete", self._path(inner), "the store says it is gone, and lists it"))
         if refused:
             raise _all_of(refused)
+
+    async def _left_of(self, key: str, deleted: builtins.list[str]) -> builtins.list[str]:
+        """What of a deleted tree is listed all the same. Empty folders, which SeaweedFS goes on listing, are deleted."""
+        parent, _, name = key.rpartition("/")
+        if not any(entry.name == name for entry in await self.list(parent, name)):
+            return []
+        left = await self._keys_below(key)
+        if not left:
+            folders = {inner[: slash.end()] for inner in deleted for slash in re.finditer("/", inner)}
+            for folder in sorted(folders, key=len, reverse=True):
+                if folder.startswith(f"{key}/"):
+                    await self.delete(folder)
+        return [inner for inner in left if inner in set(deleted)]
 
     async def _keys_below(self, key: str) -> builtins.list[str]:
         """The keys of the file and of all objects below the folder, the folder's own object included."""
@@ -213,10 +239,6 @@ class S3Store:
         async for page in self._pages("cannot list", key, self._key(f"{key}/")):
             found += [child["Key"][len(self._prefix) :] for child in page.get("Contents", ())]
         return found
-
-    async def _is_file(self, key: str) -> bool:
-        folder, _, name = key.rpartition("/")
-        return any(entry == (name, Kind.FILE, 0) for entry in await self.list(folder, name))
 
     async def sync(self, key: str, *, recursive: bool) -> None:
         """An object is durable once its PUT is answered."""
