@@ -96,7 +96,7 @@ class S3Store:
     """See `publishd.stores.Store`. A cancelled call may have been carried out by the store, but never by half."""
 
     consistent = True
-    concurrency = 8  # each call has a few requests of its own; MAX_CALLS bounds them all
+    concurrency = 16  # each call has a few requests of its own; MAX_CALLS bounds them all
 
     def __init__(self, bucket: str, prefix: str, live: LiveCredentials, settings: S3Settings) -> None:
         self.root = f"s3://{bucket}/{prefix}".rstrip("/")

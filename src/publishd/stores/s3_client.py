@@ -34,7 +34,7 @@ MAX_CALLS = 32
 """Requests at once, over all that a store does."""
 
 _CONNECT_SECONDS, _READ_SECONDS = 5, 10
-_ATTEMPT_SECONDS = 20.0
+_ATTEMPT_SECONDS, _ATTEMPT_SECONDS_WITH_CONTENT = 20.0, 60.0
 _ATTEMPTS = 8
 _PATIENCE_SECONDS = 30.0
 """No attempt begins later than this after the first."""
@@ -129,7 +129,7 @@ class Client:
 
     async def _attempt(self, operation: str, parameters: Mapping[str, Any], read: Callable[[Any], Awaitable[Any]] | None) -> Any:
         # Behind a proxy that never answers CONNECT neither of aiohttp's time-outs runs.
-        async with asyncio.timeout(_ATTEMPT_SECONDS):
+        async with asyncio.timeout(_ATTEMPT_SECONDS_WITH_CONTENT if read else _ATTEMPT_SECONDS):
             client = await self._connected()
             answer = await getattr(client, operation)(**parameters)
             return await read(answer) if read else answer

@@ -20,8 +20,10 @@ from botocore.exceptions import (
     ConnectionClosedError,
     ConnectTimeoutError,
     EndpointConnectionError,
+    IncompleteReadError,
     ProxyConnectionError,
     ReadTimeoutError,
+    ResponseStreamingError,
     SSLError,
 )
 
@@ -234,5 +236,7 @@ _TRANSPORT: dict[type[Exception], Callable[[Exception], Failure]] = {
     ConnectTimeoutError: lambda _: Failure(Then.REPEAT, Unavailable, "no connection in time", "see -endpoint and -proxy"),
     ReadTimeoutError: lambda _: _no_answer("no answer in time"),
     ConnectionClosedError: lambda _: _no_answer("the connection was closed in the middle"),
+    IncompleteReadError: lambda _: _no_answer("the connection was closed in the middle"),
+    ResponseStreamingError: lambda _: _no_answer("the connection was closed in the middle"),
     EndpointConnectionError: _unconnected,
 }
