@@ -953,7 +953,7 @@ async def test_an_outcome_that_nobody_waits_for_is_nobodys_traceback(caplog: pyt
     source.steps = [lasting()]
     gate.set()
     await settled(kept)
-    del kept, source
+    del kept, source, asking
     gc.collect()
     assert caplog.records == []
 

@@ -81,6 +81,15 @@ async def test_b61_a_secret_is_found_as_a_person_writes_it(
     assert found == Credentials(FIELDS["access_key"], FIELDS["secret_key"], renew_after=300)
 
 
+async def test_b61_of_two_secrets_the_one_that_vault_kv_get_means_is_read(bao: OpenBao, token: dict[str, str]) -> None:
+    """Where both `x` and `data/x` exist, `data/x` is the second."""
+    mount = bao.mount(2)
+    for name in ("x", "data/x"):
+        bao.call("POST", f"{mount}/data/{name}", {"data": {**FIELDS, "region": name.replace("/", "-")}})
+    assert (await fetched(bao.spec(f"{mount}/data/x", "auth=token"), token)).region == "data-x"
+    assert (await fetched(bao.spec(f"{mount}/x", "auth=token"), token)).region == "x"
+
+
 async def test_b61_where_the_mount_may_not_be_asked_both_ways_are_tried(bao: OpenBao, token: dict[str, str]) -> None:
     """A policy that allows one path and nothing else suffices; a path that it denies is said to be denied."""
     bao.mount(2, "narrow")
@@ -264,6 +273,13 @@ async def test_a_denied_read_costs_at_most_one_more_login(tmp_path: Path) -> Non
             await source.fetch()
         assert len(server.seen("POST", "auth/kubernetes/login")) == 2
         await source.aclose()
+
+
+async def test_a_denied_read_with_a_fresh_token_costs_no_other_login(small_vault: Scripted, tmp_path: Path) -> None:
+    """What a login just gave is not made better by another one."""
+    small_vault.script("GET", "aws/creds/*", [refusal(403, "permission denied")] * 9)
+    await refused(small(small_vault, tmp_path), {}, "403: permission denied")
+    assert len(small_vault.seen("POST", "auth/kubernetes/login")) == 1
 
 
 async def test_a_token_file_is_read_again_when_it_changes(bao: OpenBao, logins: Logins, secret: str, tmp_path: Path) -> None:
@@ -463,7 +479,7 @@ async def test_an_answer_that_trickles_is_cut_short(
     """Every byte comes in time, the whole never would."""
     monkeypatch.setattr("publishd.credentials.vault_http.READ_SECONDS", 0.3)
     small_vault.queue.append(Answer(200, b"x" * 1000, pause=0.05))
-    await refused(small(small_vault, tmp_path), {}, "vault login (kubernetes): no answer within")
+    await refused(small(small_vault, tmp_path), {}, "vault login (kubernetes): no answer within 0 s")
 
 
 async def test_a_revocation_that_hangs_costs_two_seconds_at_most(

@@ -9,7 +9,6 @@ https://docs.aws.amazon.com/sdkref/latest/guide/feature-container-credentials.ht
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import re
@@ -83,9 +82,7 @@ class _Service:
     async def _send(self, method: str, url: str, **options: Any) -> Answer:
         timeout = aiohttp.ClientTimeout(total=self._seconds)
         secure = _trust(self._ca) if url.startswith("https:") or self._proxy.startswith("https:") else True
-        # The timeout once more around it all: a proxy that never answers CONNECT escapes aiohttp's.
         async with (
-            asyncio.timeout(self._seconds + 0.5),
             aiohttp.ClientSession(trust_env=False, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()) as session,
             session.request(
                 method, url, proxy=self._proxy or None, ssl=secure, allow_redirects=False, auto_decompress=False, **options

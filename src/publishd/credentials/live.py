@@ -158,11 +158,9 @@ class LiveCredentials:
             self._task = None
 
     async def _renew_behind(self) -> None:
-        old, remaining = self._current, self._remaining
+        remaining = self._remaining
         try:
             await self._fetch(_PATIENCE)
-            if self._current and old and self._current.keys == old.keys and self._current.valid_for < inf:
-                self._wait_longer()  # the source has no newer ones yet
         except NoCredentials as error:
             self._wait_longer(within=max(remaining / 2, _FIRST_WAIT))
             if not self._complained:
