@@ -516,7 +516,9 @@ async def test_sts_goes_through_the_stores_proxy_and_trusts_its_ca(
         with Scripted(SmallSts("eyJ.of-this-pod"), certificate) as server:
             environ = web_identity(server)
             assert (await fetched("web-identity", environ, proxy=forward_proxy.url, ca=ca)).minted
-            await refused("web-identity", environ, "the proxy can't be reached: ", proxy="http://127.0.0.1:9", ca=ca)
+            await refused(
+                "web-identity", environ, "the proxy can't be reached: Connection refused", proxy="http://127.0.0.1:9", ca=ca
+            )
             if certificate:
                 await refused("web-identity", environ, "TLS: unable to get local issuer certificate", "-ca")
                 source = open_source(parse_source("web-identity"), environ, proxy=silent_proxy.url, ca=ca)
@@ -556,6 +558,12 @@ async def test_b70_metadata_that_never_answers_the_put_fails_in_seconds() -> Non
             error = await refused("instance", environ, "instance: token: ", "no answer within 2 s", "hop limit")
         assert isinstance(error, NotNow)
         assert [request.method for request in server.requests] == ["PUT"]
+
+
+async def test_metadata_that_is_not_there_is_said_in_the_systems_words() -> None:
+    """Nothing listens: that passes, or this is no EC2 instance."""
+    environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:9"}
+    assert isinstance(await refused("instance", environ, "http://127.0.0.1:9: Connection refused (is this"), NotNow)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ What one source needs is imported when that source is opened.
 from __future__ import annotations
 
 import re
-import ssl
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
@@ -207,6 +206,8 @@ def check_ca(path: str, flag: str) -> None:
     """Raise UsageError naming the flag unless the path is '' or a PEM file of certificates that can be loaded."""
     if not path:
         return
+    import ssl
+
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError:

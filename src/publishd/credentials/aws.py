@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import re
 import ssl
 import xml.etree.ElementTree as ET
@@ -333,14 +334,19 @@ def _reason(error: Exception, seconds: float) -> str:
     if isinstance(error, aiohttp.ClientHttpProxyError):
         return f"the proxy refuses: {error.status}"
     if isinstance(error, aiohttp.ClientProxyConnectionError):
-        return f"the proxy can't be reached: {error.os_error.strerror or 'no connection'}"
+        return f"the proxy can't be reached: {_system_error(error.os_error)}"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name is not known"
     if isinstance(error, aiohttp.ClientConnectorSSLError):
         return f"TLS: {getattr(error.os_error, 'reason', '') or 'it failed'}"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return error.os_error.strerror or str(error.os_error) or "no connection"
+        return _system_error(error.os_error)
     return f"the answer broke off, or is not HTTP ({type(error).__name__})"
+
+
+def _system_error(error: OSError) -> str:
+    """In the system's own words; asyncio's have the address in them once more."""
+    return os.strerror(error.errno) if error.errno else "no connection"
 
 
 def _trust(ca: str) -> ssl.SSLContext:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +103,8 @@ def until(expiration: object, date: str | None) -> float:
 
     Raises ValueError.
     """
+    from email.utils import parsedate_to_datetime
+
     try:
         end = datetime.fromisoformat(str(expiration))
     except ValueError:
