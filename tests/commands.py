@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import pytest
 
@@ -125,12 +126,28 @@ def eventually(condition: Callable[[], Any], what: str = "the condition", second
     return result
 
 
+class Watchable(Protocol):
+    """A root, wherever it lives, as far as a watch of it and its tests must know it."""
+
+    flags: Sequence[str]
+    """What every command on it needs beside `-checkpoint`."""
+    environ: Mapping[str, str]
+    """What every command on it needs in its environment."""
+
+    @property
+    def path(self) -> Path | str: ...
+    @property
+    def steps(self) -> list[int]: ...
+    def hf(self, step: int) -> Path | str: ...
+    def dcp(self, step: int) -> Path | str: ...
+
+
 class Watch:
     """A watch in the background. Leaving the `with` block kills one that still runs."""
 
     def __init__(
         self,
-        root: Root,
+        root: Watchable,
         framework: str = "hf",
         *flags: str,
         interval: str = "100ms",
@@ -141,10 +158,10 @@ class Watch:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._make_save = root.hf if framework == "hf" else root.dcp
         self._root, self._scans = root, 0
-        arguments = ["watch", "-checkpoint", str(root.path), "-framework", framework, "-interval", interval, *flags]
+        arguments = ["watch", "-checkpoint", str(root.path), "-framework", framework, "-interval", interval]
         self.process = subprocess.Popen(
-            [*prefix, PUBLISHD, *arguments],
-            env=environment() if env is None else env,
+            [*prefix, PUBLISHD, *arguments, *root.flags, *flags],
+            env=environment(**root.environ) if env is None else env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=options.pop("stderr", self._log),
@@ -204,6 +221,9 @@ class Watch:
 
 class Root:
     """A checkpoint root on disk, seen behind publishd's back."""
+
+    flags: Sequence[str] = ()
+    environ: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, path: Path, attempt: str = ATTEMPT) -> None:
         self.path = path

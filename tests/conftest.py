@@ -18,6 +18,7 @@ pytest_plugins = [
     "services.scripted",
     "services.seaweed",
     "services.vault",
+    "s3_roots",
 ]
 
 if TYPE_CHECKING:
