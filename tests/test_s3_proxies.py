@@ -38,7 +38,7 @@ NO_PROXY = "127.0.0.1/8,[::1],*.x,,"
 RECORDER = """
 import os, sys
 def record(event, arguments, file=os.environ.get("RECORD_CONNECTIONS")):
-    if event == "socket.connect" and file:
+    if event == "socket.connect" and file and any(part.endswith(("/publish", "/publishd")) for part in sys.orig_argv):
         with open(file, "a") as log:
             log.write(f"{arguments[1][1]}\\n")
 sys.addaudithook(record)
