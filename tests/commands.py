@@ -129,13 +129,18 @@ def eventually(condition: Callable[[], Any], what: str = "the condition", second
 class Watchable(Protocol):
     """A root, wherever it lives, as far as a watch of it and its tests must know it."""
 
-    flags: Sequence[str]
-    """What every command on it needs beside `-checkpoint`."""
-    environ: Mapping[str, str]
-    """What every command on it needs in its environment."""
-
     @property
     def path(self) -> Path | str: ...
+    @property
+    def flags(self) -> Sequence[str]:
+        """What every command on it needs beside `-checkpoint`."""
+        ...
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """What every command on it needs in its environment."""
+        ...
+
     @property
     def steps(self) -> list[int]: ...
     def hf(self, step: int) -> Path | str: ...
