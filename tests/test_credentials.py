@@ -280,7 +280,7 @@ def test_an_endpoint_may_have_a_path_and_nothing_more() -> None:
         ("env", {**KEYS, "AWS_SESSION_TOKEN": "S3CRET é"}, "bad variable: AWS_SESSION_TOKEN"),
         (f"{BASE}?auth=token", {}, "missing variable: VAULT_TOKEN"),
         (f"{BASE}?auth=token", {"VAULT_TOKEN": "S3CRET x"}, "bad variable: VAULT_TOKEN"),
-        (f"{BASE}?auth=token&ca=/none", {"VAULT_TOKEN": "x"}, "bad flag: -creds: its ca file cannot be read: /none: No such"),
+        (f"{BASE}?auth=token&ca=/none", {"VAULT_TOKEN": "x"}, "bad flag: -creds: its ca file cannot be read: No such"),
         (f"{BASE}?auth=token&ca=/etc/passwd", {"VAULT_TOKEN": "x"}, "bad flag: -creds: its ca file has no certificate in PEM"),
         ("web-identity", {}, "missing variable: AWS_ROLE_ARN"),
         ("web-identity", {"AWS_ROLE_ARN": "a"}, "missing variable: AWS_WEB_IDENTITY_TOKEN_FILE"),
@@ -327,7 +327,7 @@ def test_only_the_given_environment_counts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_ca_that_cannot_be_loaded_is_said_to_be_the_flags() -> None:
     """`-ca` and `ca=` are different things to mend."""
     environ = {"AWS_ROLE_ARN": "a", "AWS_WEB_IDENTITY_TOKEN_FILE": "f"}
-    with pytest.raises(UsageError, match="bad flag: -ca: its ca file cannot be read: /none"):
+    with pytest.raises(UsageError, match="bad flag: -ca: its ca file cannot be read: No such"):
         open_source(parse_source("web-identity"), environ, ca="/none")
 
 

@@ -143,7 +143,7 @@ async def _misstates(store: Store, framework: Framework, save: str) -> str | Non
         return f"{framework.marker} is not a regular file"
     except Denied as error:
         # To those who may not list a whole bucket, S3 denies what is not there.
-        if store.consistent and not await store.exists(marker):
+        if store.consistent and framework.marker not in {child.name for child in await store.list(save, framework.marker)}:
             return framework.unmarked
         return f"{framework.marker} cannot be read: {error.cause}"
     except ValueError as error:

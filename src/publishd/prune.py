@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from publishd.errors import Denied, InvalidEntry, Linked, NoSpace, NotAFile, NotFound, PublishdError, StoreError, TooLarge
 from publishd.frameworks import FRAMEWORKS
-from publishd.publications import GONE, Publication, Saves, present, published, read
+from publishd.publications import GONE, Publication, Saves, present_latest, published, read
 from publishd.stores import PRUNE, in_parallel
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ async def propose(store: Store, keep: int, note: Note) -> Plan:
     `note(what, which, cause)` is told of what is odd but no failure.
     """
     publications = await published(store)
-    wanted = plan(publications, await present(store, publications), keep)
+    wanted = plan(publications, await present_latest(store, publications, keep), keep)
     for publication in wanted.gone:
         note("not counted", f"{store.root}/{publication.path}", GONE)
     records, junk = await read(store, PRUNE)

@@ -19,7 +19,7 @@ from publishd.frameworks import framework_of, incomplete, unfinished
 from publishd.stores import EXEC, PRUNE, PUB, Kind, in_parallel, list_fresh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from publishd.frameworks import Framework
     from publishd.stores import Store
@@ -169,10 +169,32 @@ async def published(store: Store) -> list[Publication]:
 
 async def present(store: Store, publications: Iterable[Publication]) -> set[Publication]:
     """Those publications whose save is there, asked afresh; of a file system by a listing of each folder that holds one."""
-    if store.consistent:
-        asked = list(publications)
-        there = await in_parallel(store.concurrency, store.exists, [publication.path for publication in asked])
-        return {publication for publication, is_there in zip(asked, there, strict=True) if is_there}
+    if not store.consistent:
+        return await _listed(store, publications)
+    asked = list(publications)
+    there = await in_parallel(store.concurrency, store.exists, [publication.path for publication in asked])
+    return {publication for publication, is_there in zip(asked, there, strict=True) if is_there}
+
+
+async def present_latest(store: Store, publications: Sequence[Publication], count: int) -> set[Publication]:
+    """As `present` of publications in order, but sure only of the `count` latest that are there, and of those in between.
+
+    Of the others a listing of each folder tells, which takes fewer requests, and may show what was deleted just now.
+    """
+    there = await _listed(store, publications)
+    if not store.consistent:
+        return there
+    unsure = [publication for publication in publications if publication in there]
+    while count and unsure:
+        batch = unsure[-count:]
+        del unsure[-count:]
+        found = await present(store, batch)
+        there -= set(batch) - found
+        count -= len(found)
+    return there
+
+
+async def _listed(store: Store, publications: Iterable[Publication]) -> set[Publication]:
     folders: dict[str, list[tuple[str, Publication]]] = {}
     for publication in publications:
         folder, _, name = publication.path.rpartition("/")

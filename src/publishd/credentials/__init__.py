@@ -211,7 +211,7 @@ def check_ca(path: str, flag: str) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError:
-        raise UsageError("bad flag", flag, f"its ca file has no certificate in PEM form: {path}") from None
+        raise UsageError("bad flag", flag, "its ca file has no certificate in PEM form") from None
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or "not a path"
-        raise UsageError("bad flag", flag, f"its ca file cannot be read: {path}: {cause}") from None
+        raise UsageError("bad flag", flag, f"its ca file cannot be read: {cause}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def split_root(root: str) -> tuple[str, str]:
     they make of those.
     """
     bucket, _, prefix = root.removeprefix("s3://").partition("/")
-    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]", bucket, re.ASCII):
+    if not re.fullmatch("[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?", bucket, re.ASCII):
         raise ValueError("must be s3://BUCKET/PREFIX with a valid bucket name (and nothing else before the first slash)")
     prefix = prefix.removesuffix("/")
     if prefix and not {"", ".", ".."}.isdisjoint(prefix.split("/")):
@@ -130,7 +131,11 @@ class S3Store:
         return (name, Kind.FILE, 0) in await self.list(folder, name)
 
     async def _is_folder(self, key: str) -> bool:
-        return bool((await self._page("cannot look for", key, self._key(f"{key}/"), MaxKeys=1)).get("Contents"))
+        async with aclosing(self._pages("cannot look for", key, self._key(f"{key}/"), MaxKeys=1)) as pages:
+            async for page in pages:  # one without keys may be followed by others
+                if page.get("Contents"):
+                    return True
+        return False
 
     async def read(self, key: str, limit: int) -> bytes:
         async def whole(answer: Any) -> bytes:

@@ -99,6 +99,8 @@ class Client:
                 return await attempt()
             except (ClientError, BotoCoreError, aiohttp.ClientError, OSError) as error:
                 found = failure(error, self.region)
+                if not isinstance(error, ClientError):  # nothing of the store is in it yet
+                    found = found._replace(cause=f"{self.address}: {found.cause}")
             ambiguous = ambiguous or found.then is Then.REPEAT_AMBIGUOUS
             if found.then is Then.RENEW and not renewed:
                 renewed = True
