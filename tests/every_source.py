@@ -50,6 +50,10 @@ class KeyedS3(SmallS3):
         self.known[access_key] = secret_key
         self._sessions[access_key] = session_token, time.monotonic() + self.lifetime
 
+    def forget(self, access_key: str) -> None:
+        """Never heard of it."""
+        del self.known[access_key], self._sessions[access_key]
+
     def expire(self) -> None:
         """No set that was given out until now lives any more."""
         for access_key, (token, _) in self._sessions.items():
@@ -76,7 +80,9 @@ class KeyedS3(SmallS3):
 
     def _stale(self, request: Request) -> Answer | None:
         access_key = claims(request.headers.get("Authorization", "")).get("Credential", "").partition("/")[0]
-        token, end = self._sessions.get(access_key, ("", time.monotonic() + 1))
+        if access_key not in self._sessions:
+            return None  # which is seen by whoever checks the signature
+        token, end = self._sessions[access_key]
         if time.monotonic() > end:
             return error(400, "ExpiredToken")
         return None if request.headers.get("X-Amz-Security-Token", "") == token else error(400, "InvalidToken")
@@ -106,11 +112,14 @@ class OpenSource:
 
 @contextmanager
 def open_source(
-    kind: str, s3: KeyedS3, folder: Path, authority: Authority, certificate: Certificate | None
+    kind: str, s3: KeyedS3, folder: Path, authority: Authority, certificate: Certificate | None = None, *, lifetime: float = 3600
 ) -> Iterator[OpenSource]:
-    """A source of this kind, whose sets `s3` takes. With a certificate, which is `authority`'s, Vault and STS speak TLS."""
+    """A source of this kind, whose sets `s3` takes. With a certificate, which is `authority`'s, Vault and STS speak TLS.
+
+    What it gives out lives for `lifetime` seconds, a Vault token, too.
+    """
     with ExitStack() as stack:
-        yield _OPEN[kind](_Bench(s3, folder, authority, certificate, stack))
+        yield _OPEN[kind](_Bench(s3, folder, authority, certificate, lifetime, stack))
 
 
 @dataclass
@@ -119,6 +128,7 @@ class _Bench:
     folder: Path
     authority: Authority
     certificate: Certificate | None
+    lifetime: float
     stack: ExitStack
 
     def serve(self, behaviour: Behaviour, certificate: Certificate | None = None) -> Scripted:
@@ -144,7 +154,7 @@ def _file(bench: _Bench) -> OpenSource:
 
 
 def _web_identity(bench: _Bench) -> OpenSource:
-    server = bench.serve(SmallSts(JWT), bench.certificate)
+    server = bench.serve(SmallSts(JWT, bench.lifetime), bench.certificate)
     token = str(bench.file("jwt", JWT))
     environ = {
         "AWS_ROLE_ARN": "arn:aws:iam::1:role/r",
@@ -155,7 +165,7 @@ def _web_identity(bench: _Bench) -> OpenSource:
 
 
 def _instance(bench: _Bench) -> OpenSource:
-    server = bench.serve(SmallMetadata())
+    server = bench.serve(SmallMetadata(lifetime=bench.lifetime))
     secrets = [SmallMetadata.token, "role-secret-", "role-session-"]
     return OpenSource("instance", {"AWS_EC2_METADATA_SERVICE_ENDPOINT": server.endpoint}, secrets, server)
 
@@ -167,7 +177,7 @@ def _container(bench: _Bench) -> OpenSource:
 
 
 def _vault(bench: _Bench) -> OpenSource:
-    server = bench.serve(SmallVault(), bench.certificate)
+    server = bench.serve(SmallVault(token_lease=bench.lifetime, lease=bench.lifetime), bench.certificate)
     query = f"auth=kubernetes&role=trainer&jwt_file={bench.file('jwt', JWT)}&ca={bench.authority.ca}"
     secrets = [JWT, "client-token-", "minted-secret-", "minted-session-"]
     return OpenSource(f"vault:{server.endpoint}/aws/creds/trainer?{query}", {}, secrets, server)
