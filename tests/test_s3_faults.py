@@ -165,7 +165,7 @@ class SmallRoot:
 
 def watching(server: ScriptedS3) -> Watch:
     root = SmallRoot(server)
-    return Watch(root, "hf", *server.flags, env=environment(**server.environ), prefix=HURRIED)  # type: ignore[arg-type]
+    return Watch(root, "hf", *server.flags, env=environment(**server.environ), prefix=HURRIED)
 
 
 def listing(content: str = "", truncated: str = "false", name: str = "bucket") -> Answer:
