@@ -312,10 +312,9 @@ class S3Store:
         )
         if "IsTruncated" not in page or page.get("Name", self._bucket) != self._bucket:
             raise self._no_store(folder, "its answer is no complete listing of the bucket")
-        names = [child["Key"] for child in page.get("Contents", ())] + [
-            child["Prefix"] for child in page.get("CommonPrefixes", ())
-        ]
-        if not all(name.startswith(prefix) for name in names):
+        names = [child.get("Key") for child in page.get("Contents", ())]
+        names += [child.get("Prefix") for child in page.get("CommonPrefixes", ())]
+        if not all(isinstance(name, str) and name.startswith(prefix) for name in names):
             raise self._no_store(folder, "its listing has keys that were not asked for")
         return page
 

@@ -20,9 +20,9 @@ from aiobotocore.credentials import AioCredentialResolver, AioCredentials
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.session import AioSession
 from botocore.credentials import ReadOnlyCredentials
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
-from publishd.errors import AlreadyExists, NoCredentials, PerhapsOurs
+from publishd.errors import AlreadyExists, NoCredentials, PerhapsOurs, PublishdError
 from publishd.stores.s3_errors import Failure, Redirected, Then, failure, host_of, quoted
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ class Client:
             used = await self._live.get()
             try:
                 return await attempt()
-            except (ClientError, BotoCoreError, aiohttp.ClientError, OSError) as error:
+            except PublishdError:
+                raise
+            except Exception as error:  # an answer that makes no sense brings botocore's parsers to any
                 found = failure(error, self.region)
                 if not isinstance(error, ClientError):  # nothing of the store is in it yet
                     found = found._replace(cause=f"{self.address}: {found.cause}")

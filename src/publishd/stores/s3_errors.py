@@ -6,7 +6,9 @@ only codes, names of regions and its clock are repeated, each held to a strict f
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import ssl
 import time
 from email.utils import parsedate_to_datetime
@@ -95,7 +97,8 @@ _BY_CODE = {
 }
 _BY_STATUS = {
     403: _DENIED,
-    404: Failure(Then.FAIL, NotFound, "there is no such object"),
+    # Without a store's own code it may be any web server's: it says nothing of an object.
+    404: Failure(Then.FAIL, Unavailable, "there is no such path (status 404)", "is this an S3 endpoint? see -endpoint"),
     407: Failure(Then.FAIL, Unavailable, "the proxy wants to know who asks (status 407)", "see -proxy"),
     412: _BY_CODE["PreconditionFailed"],
     501: _NOT_SUPPORTED,
@@ -118,7 +121,7 @@ def failure(error: Exception, signed_for: str) -> Failure:
     if isinstance(error, ClientError):
         return _answered(error.response, signed_for)
     if isinstance(error, TimeoutError):
-        return _no_answer("no answer in time", "does the proxy, or the store, answer at all?")
+        return _no_answer("no answer in time")
     inner = getattr(error, "kwargs", {}).get("error", error)
     if isinstance(inner, Redirected):
         return _redirected(inner, signed_for)
@@ -190,26 +193,35 @@ def quoted(text: object, form: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """Scheme, host and port of a URL, without user name, path and query."""
+    """Scheme, host and port of an http(s) URL, without user name, path and query; '' for anything else."""
     try:
         parts = urlsplit(url)
-        host = quoted(parts.hostname, r"[A-Za-z0-9_.:-]{1,253}")
-        return f"{parts.scheme}://{host}{f':{parts.port}' if parts.port else ''}" if host else ""
+        host, port = parts.hostname, parts.port
     except ValueError:
         return ""
+    if parts.scheme not in ("http", "https") or not quoted(host, r"[A-Za-z0-9_.:-]{1,253}"):
+        return ""
+    return f"{parts.scheme}://{f'[{host}]' if host and ':' in host else host}{f':{port}' if port else ''}"
 
 
 # Failures without an answer
 
 
-def _no_answer(cause: str, remedy: str = "") -> Failure:
-    return Failure(Then.REPEAT_AMBIGUOUS, Unavailable, cause, remedy)
+def _no_answer(cause: str) -> Failure:
+    return Failure(Then.REPEAT_AMBIGUOUS, Unavailable, cause, "see -endpoint and -proxy, and this node's network")
 
 
 def _unconnected(inner: Exception) -> Failure:
+    return _no_answer(f"no connection: {_system_error(inner)}")._replace(then=Then.REPEAT)
+
+
+def _system_error(inner: Exception) -> str:
+    """In the system's words, not the library's, which quote what was asked for."""
     reason = getattr(inner, "os_error", inner)
-    text = getattr(reason, "strerror", None) or "no connection"
-    return Failure(Then.REPEAT, Unavailable, f"no connection: {text}", "see -endpoint and -proxy, and this node's network")
+    if isinstance(reason, socket.gaierror):
+        return quoted(reason.strerror, "[A-Za-z ]{1,60}") or "its name is not known"
+    number = getattr(reason, "errno", None)
+    return os.strerror(number) if isinstance(number, int) and number > 0 else type(reason).__name__
 
 
 def _untrusted(inner: Exception) -> Failure:
@@ -225,9 +237,9 @@ def _untrusted(inner: Exception) -> Failure:
 def _by_proxy(inner: Exception) -> Failure:
     status = getattr(inner, "status", None)
     if isinstance(status, int):
-        return Failure(Then.FAIL, Unavailable, f"the proxy refuses the connection (status {status})", "see -proxy")
-    reason = getattr(getattr(inner, "os_error", inner), "strerror", None) or type(inner).__name__
-    return Failure(Then.REPEAT, Unavailable, f"no connection to the proxy: {reason}", "see -proxy")
+        then = Then.REPEAT if status >= 500 else Then.FAIL
+        return Failure(then, Unavailable, f"the proxy refuses the connection (status {status})", "see -proxy")
+    return Failure(Then.REPEAT, Unavailable, f"no connection to the proxy: {_system_error(inner)}", "see -proxy")
 
 
 _TRANSPORT: dict[type[Exception], Callable[[Exception], Failure]] = {
