@@ -298,7 +298,7 @@ BUSY: list[tuple[str, Step, list[str]]] = [
     ("container", Answer(503), ["503", "AWS_CONTAINER_CREDENTIALS_FULL_URI"]),
 ]
 SILENT: list[tuple[str, Step, list[str]]] = [
-    ("vault", Fate.SILENCE, ["vault login (kubernetes): no answer within 10 s", "check host and port"]),
+    ("vault", Fate.SILENCE, ["vault login (kubernetes): no answer within 10 s", "check host", "proxy="]),
     ("web-identity", Fate.SILENCE, ["STS", "no answer within 10 s", "AWS_ENDPOINT_URL_STS"]),
     ("instance", Fate.SILENCE, ["token: ", "no answer within 2 s", "its metadata hop limit"]),
 ]
@@ -420,7 +420,7 @@ def test_a_source_that_is_down_at_the_final_scan_is_said_to_be_so(
     """That time ran out is not the whole truth, and a longer -drain is not the remedy."""
     with open_source("vault", store.s3, tmp_path, authority) as source:
         ran, _ = last_scan_without(store, source, SEALED)
-    assert f"{source.creds.partition('?')[0]}: vault login (kubernetes): 503: Vault is sealed" in ran.err, ran
+    assert f"{source.creds.partition('?')[0]}: vault read: 503: Vault is sealed" in ran.err, ran
 
 
 def last_scan_without(store: KeyedServer, source: OpenSource, step: Step) -> tuple[Ran, float]:
