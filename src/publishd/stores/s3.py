@@ -139,11 +139,13 @@ class S3Store:
 
     async def read(self, key: str, limit: int) -> bytes:
         async def whole(answer: Any) -> bytes:
-            length = self._length(key, answer)
-            if length > limit:
+            try:
+                length = self._length(key, answer)
+                if length > limit:
+                    raise TooLarge("cannot read", self._path(key), f"larger than {limit} bytes")
+                content: bytes = await answer["Body"].read()
+            finally:
                 answer["Body"].close()
-                raise TooLarge("cannot read", self._path(key), f"larger than {limit} bytes")
-            content: bytes = await answer["Body"].read()
             if len(content) != length:
                 raise aiohttp.ClientPayloadError("cut short")
             return content
@@ -153,10 +155,12 @@ class S3Store:
 
     async def stream(self, key: str) -> AsyncGenerator[bytes, None]:
         async def opened(answer: Any) -> Any:
-            return self._length(key, answer), answer["Body"]
+            return answer
 
-        left, body = await self._object("cannot read", key, "get_object", opened)
+        answer = await self._object("cannot read", key, "get_object", opened)
+        body = answer["Body"]
         try:
+            left = self._length(key, answer)
             while left:
                 async with asyncio.timeout(_PIECE_SECONDS):
                     piece: bytes = await body.read(_PIECE)
@@ -307,9 +311,12 @@ class S3Store:
 
     async def _page(self, what: str, folder: str, prefix: str, **parameters: Any) -> dict[str, Any]:
         self._check_utf8(what, prefix)
-        page: dict[str, Any] = await self._client.call(
-            what, self._path(folder), "list_objects_v2", Bucket=self._bucket, Prefix=prefix, **parameters
-        )
+        try:
+            page: dict[str, Any] = await self._client.call(
+                what, self._path(folder), "list_objects_v2", Bucket=self._bucket, Prefix=prefix, **parameters
+            )
+        except NotFound as error:
+            raise self._no_store(folder, "it finds no object where a listing was asked for") from error
         if "IsTruncated" not in page or page.get("Name", self._bucket) != self._bucket:
             raise self._no_store(folder, "its answer is no complete listing of the bucket")
         names = [child.get("Key") for child in page.get("Contents", ())]

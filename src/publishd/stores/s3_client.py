@@ -23,7 +23,7 @@ from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import ClientError
 
 from publishd.errors import AlreadyExists, NoCredentials, PerhapsOurs, PublishdError
-from publishd.stores.s3_errors import Failure, Redirected, Then, failure, host_of, quoted
+from publishd.stores.s3_errors import Endless, Failure, Redirected, Then, failure, host_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -42,6 +42,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
 _SETTLING_SECONDS = 15.0
 """For so long a store may not know keys that were just made (IAM is eventually consistent)."""
 _CLOSE_SECONDS = 2.0
+_LARGEST_ANSWER = 16 << 20
+"""Bytes of a listing, an error or a marker that is decoded here; a thousand keys of 1 KB are 2 MiB."""
 _DEFAULT_REGION = "us-east-1"
 # (name in a file, variable, default, conversion) of botocore's settings that would read ~/.aws or name a profile in it.
 _NO_FILES = {
@@ -202,22 +204,50 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
         if session._retry_connection:
             # It would send a PUT again whose connection dropped, and hand on the 412 that the first one caused.
             session._retry_connection = False
-            session.trace_configs.append(_refusing_redirects())
+            session.trace_configs.append(_distrust())
         return session
 
 
-def _refusing_redirects() -> aiohttp.TraceConfig:
-    """Left alone, aiohttp follows redirects, Authorization header in hand, and a login page's 200 looks like an object made."""
+def _distrust() -> aiohttp.TraceConfig:
+    """Neither follow a redirect nor read an answer without an end.
+
+    Left alone, aiohttp follows with the Authorization header in hand, and a login page's 200 looks like an object made.
+    """
 
     async def refuse(_session: Any, _context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
         headers = redirect.response.headers
         region = quoted(headers.get("x-amz-bucket-region"), "[a-z0-9-]{1,40}")
         raise Redirected(redirect.response.status, host_of(headers.get("Location", "")), region)
 
+    async def bound(_session: Any, _context: Any, end: aiohttp.TraceRequestEndParams) -> None:
+        end.response.content = _Bounded(end.response.content)  # type: ignore[assignment]
+
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(refuse)
+    trace.on_request_end.append(bound)
     trace.freeze()
     return trace
+
+
+class _Bounded:
+    """An answer's content, of which no more than `_LARGEST_ANSWER` is read at once."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def read(self, amount: int = -1) -> bytes:
+        """So many bytes at most, or all there are. Raises Endless."""
+        if amount >= 0:
+            return await self._content.read(amount)
+        found = bytearray()
+        while piece := await self._content.readany():
+            found += piece
+            if len(found) > _LARGEST_ANSWER:
+                raise Endless
+        return bytes(found)
 
 
 def _stay_with_this_region(context: dict[str, Any], **_: Any) -> None:

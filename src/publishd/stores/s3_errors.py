@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+import aiohttp
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -71,6 +72,10 @@ _SIGNATURE = Failure(
     "is the secret key the access key's? does a proxy change requests?",
 )
 _DENIED = Failure(Then.FAIL, Denied, "the store denies access", "do the credentials allow it below the root's prefix?")
+_DENIED_BY_NOBODY = _DENIED._replace(
+    remedy="do the credentials allow it below the root's prefix? or does a proxy say so? see -proxy"
+)
+_WHO = "is it an S3 store that answers? see -endpoint and -proxy"
 _NO_BUCKET = Failure(Then.FAIL, Unavailable, "there is no such bucket", "see its name, -endpoint and -region")
 _NOT_SUPPORTED = Failure(Then.FAIL, NotSupported, "the store lacks this operation", "publishd probe tells what it lacks")
 _FULL = Failure(Then.FAIL, NoSpace, "the store is full, or a quota is used up")
@@ -88,6 +93,7 @@ _BY_CODE = {
     "NoSuchBucket": _NO_BUCKET,
     "NoSuchKey": Failure(Then.FAIL, NotFound, "there is no such object"),
     "PreconditionFailed": Failure(Then.FAIL, AlreadyExists, "it exists"),
+    "AccessDenied": _DENIED,
     "NotImplemented": _NOT_SUPPORTED,
     "QuotaExceeded": _FULL,
     "XMinioStorageFull": _FULL,
@@ -96,9 +102,9 @@ _BY_CODE = {
     "RequestTimeout": Failure(Then.REPEAT_AMBIGUOUS, Unavailable, "the store waited for the request in vain"),
 }
 _BY_STATUS = {
-    403: _DENIED,
+    403: _DENIED_BY_NOBODY,
     # Without a store's own code it may be any web server's: it says nothing of an object.
-    404: Failure(Then.FAIL, Unavailable, "there is no such path (status 404)", "is this an S3 endpoint? see -endpoint"),
+    404: Failure(Then.FAIL, Unavailable, "there is no such path (status 404)", _WHO),
     407: Failure(Then.FAIL, Unavailable, "the proxy wants to know who asks (status 407)", "see -proxy"),
     412: _BY_CODE["PreconditionFailed"],
     501: _NOT_SUPPORTED,
@@ -116,6 +122,10 @@ class Redirected(Exception):
         self.status, self.host, self.region = status, host, region
 
 
+class Endless(Exception):
+    """An answer is far longer than any of a store's."""
+
+
 def failure(error: Exception, signed_for: str) -> Failure:
     """What this failed attempt means; `signed_for` is the region it was signed for. What is unknown is Unavailable."""
     if isinstance(error, ClientError):
@@ -130,7 +140,11 @@ def failure(error: Exception, signed_for: str) -> Failure:
             return explain(inner)
     if isinstance(error, BotoCoreError) and inner is error:
         return Failure(Then.FAIL, Unavailable, f"the request can't be made ({type(error).__name__})")
-    return _no_answer(f"the connection failed ({type(inner).__name__})")
+    if isinstance(inner, Endless):
+        return Failure(Then.FAIL, Unavailable, "the answer has no end", _WHO)
+    if isinstance(inner, OSError | aiohttp.ClientPayloadError | aiohttp.ClientConnectionError):
+        return _no_answer(f"the connection failed ({type(inner).__name__})")
+    return _no_answer(f"the answer makes no sense ({type(inner).__name__})")
 
 
 def _answered(response: Mapping[str, Any], signed_for: str) -> Failure:
@@ -144,16 +158,16 @@ def _answered(response: Mapping[str, Any], signed_for: str) -> Failure:
     if code == "RequestTimeTooSkewed":
         return _skewed(headers)
     known = _BY_CODE.get(code) or _BY_STATUS.get(status)
-    if known:
+    if known and status != 200:
         return known
     answer = f"status {status}{code and f', {code}'}"
     if status == 409 or code == "OperationAborted":
         return Failure(Then.REPEAT, Unavailable, f"something else is being done to the same key ({answer})")
     if status >= 500 or status == 429 or code in ("SlowDown", "Throttling", "InternalError"):
-        return Failure(Then.REPEAT_AMBIGUOUS, Unavailable, f"the store can't serve it now ({answer})")
+        return Failure(Then.REPEAT_AMBIGUOUS, Unavailable, f"the store can't serve it now ({answer})", "" if code else _WHO)
     if status == 200:
         return Failure(Then.FAIL, Unavailable, f"the store began to answer and then failed ({code or 'no code'})")
-    return Failure(Then.FAIL, Unavailable, f"the store refuses it ({answer})", "is this an S3 endpoint?")
+    return Failure(Then.FAIL, Unavailable, f"the store refuses it ({answer})", _WHO)
 
 
 def _wrong_region(region: str, signed_for: str) -> Failure:
@@ -211,6 +225,10 @@ def _no_answer(cause: str) -> Failure:
     return Failure(Then.REPEAT_AMBIGUOUS, Unavailable, cause, "see -endpoint and -proxy, and this node's network")
 
 
+def _closed() -> Failure:
+    return _no_answer("the connection was closed in the middle")._replace(remedy="see -endpoint and -proxy; is it http or https?")
+
+
 def _unconnected(inner: Exception) -> Failure:
     return _no_answer(f"no connection: {_system_error(inner)}")._replace(then=Then.REPEAT)
 
@@ -247,8 +265,8 @@ _TRANSPORT: dict[type[Exception], Callable[[Exception], Failure]] = {
     ProxyConnectionError: _by_proxy,
     ConnectTimeoutError: lambda _: Failure(Then.REPEAT, Unavailable, "no connection in time", "see -endpoint and -proxy"),
     ReadTimeoutError: lambda _: _no_answer("no answer in time"),
-    ConnectionClosedError: lambda _: _no_answer("the connection was closed in the middle"),
-    IncompleteReadError: lambda _: _no_answer("the connection was closed in the middle"),
-    ResponseStreamingError: lambda _: _no_answer("the connection was closed in the middle"),
+    ConnectionClosedError: lambda _: _closed(),
+    IncompleteReadError: lambda _: _closed(),
+    ResponseStreamingError: lambda _: _closed(),
     EndpointConnectionError: _unconnected,
 }
