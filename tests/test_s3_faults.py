@@ -602,7 +602,7 @@ DENIED = chatty(403, "AccessDenied")
     [
         (DENIED, "denies access"),
         (Answer(200, PAGE, {"Content-Type": "text/html"}), "its answer to a delete has content"),
-        (error(200, "AccessDenied"), "AccessDenied"),
+        (error(200, "AccessDenied"), "denies access"),
         (Answer(204), "the store says it is gone, and lists it"),
         (Answer(404, PAGE), "404"),
     ],
