@@ -164,7 +164,9 @@ def test_r20_the_traceback_of_a_bug_shows_no_secret(store: KeyedServer, source: 
     store.script("*", "*", itertools.repeat(echo_of_store("AccessDenied")))
     ran = run_with_a_bug(root_of(store, source), bug)
     assert (ran.code, ran.out) == (1, b""), ran
-    assert "Traceback" in ran.err, ran
+    assert "Traceback" in ran.err or "cannot list: " in ran.err, (
+        ran
+    )  # a request's last line takes what it does not know for trouble
     for secret in (*source.secrets, "AWS4-HMAC-SHA256"):
         assert secret not in ran.err, ran
 
