@@ -12,6 +12,7 @@ import os
 import queue
 import select
 import threading
+import traceback
 
 from publishd.errors import printable
 
@@ -41,8 +42,8 @@ class StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write or queue one record; control characters in it are escaped."""
         text = self._prefix + printable(record.getMessage()) + "\n"
-        if record.exc_info:
-            text += logging.Formatter().formatException(record.exc_info) + "\n"
+        if record.exc_info and record.exc_info[1]:
+            text += "".join(_traced(record.exc_info[1]))
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(text.encode("utf-8", "backslashreplace"))
 
@@ -64,6 +65,17 @@ class StderrHandler(logging.Handler):
         while (line := self._lines.get()) is not None:
             with contextlib.suppress(OSError):
                 write_all(_STDERR, line)
+
+
+def _traced(error: BaseException, *, words: bool = True) -> list[str]:
+    """The traceback of a bug. What it came after is shown by its place and type only: libraries put requests into words."""
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    lines = [*_traced(before, words=False), "\nand then:\n\n"] if before else []
+    lines += ["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__)]
+    lines.append(f"{type(error).__qualname__}{f': {printable(str(error))}' if words else ''}\n")
+    for inner in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        lines += _traced(inner, words=words)
+    return lines
 
 
 def write_all(fd: int, content: bytes) -> None:

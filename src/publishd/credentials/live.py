@@ -53,6 +53,7 @@ class LiveCredentials:
         self._failures = 0
         self._next_try = -inf
         self._error: NoCredentials | None = None
+        self._setback: NotNow | None = None
         self._complained = False
         self._rejected: Credentials | None = None
         self._rejections = 0
@@ -130,7 +131,13 @@ class LiveCredentials:
         task = self._task
         assert task
         # Waited for, not awaited: whoever is cancelled here leaves it running for the others.
-        await asyncio.wait([task])
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            if self._setback:  # nobody would learn of it any more
+                log.warning("%s (no longer waited for)", self._setback)
+                self._setback = None
+            raise
         if task.cancelled():
             raise NoCredentials("no credentials", self._source.which, "publishd is ending")
         if error := task.exception():
@@ -144,7 +151,8 @@ class LiveCredentials:
                 left = began + _PATIENCE - self._clock()
                 try:
                     return await self._fetch(left)
-                except NotNow:
+                except NotNow as error:
+                    self._setback = error
                     pause = _jittered(wait)
                     if pause >= left:
                         raise
@@ -155,7 +163,7 @@ class LiveCredentials:
             self._wait_longer()
             raise
         finally:
-            self._task = None
+            self._task, self._setback = None, None
 
     async def _renew_behind(self) -> None:
         remaining = self._remaining
@@ -175,7 +183,8 @@ class LiveCredentials:
             async with asyncio.timeout(max(seconds, _FIRST_WAIT)):
                 fresh = await self._source.fetch()
         except TimeoutError:
-            raise NotNow("no credentials", self._source.which, "it did not answer in time") from None
+            silence = NotNow("no credentials", self._source.which, "it did not answer in time")
+            raise _copy(self._setback or silence) from None
         except NoCredentials:
             raise
         except Exception as error:  # its text is not known to be free of secrets

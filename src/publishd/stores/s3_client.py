@@ -23,7 +23,7 @@ from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import ClientError
 
 from publishd.errors import AlreadyExists, NoCredentials, PerhapsOurs, PublishdError
-from publishd.stores.s3_errors import Endless, Failure, Redirected, Then, failure, host_of, quoted
+from publishd.stores.s3_errors import UNKNOWN_KEY, Endless, Failure, Redirected, Then, failure, host_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -106,32 +106,25 @@ class Client:
                 if not isinstance(error, ClientError):  # nothing of the store is in it yet
                     found = found._replace(cause=f"{self.address}: {found.cause}")
             ambiguous = ambiguous or found.then is Then.REPEAT_AMBIGUOUS
-            if found.then is Then.RENEW and not renewed:
+            settling = found == UNKNOWN_KEY and used.minted and self._live.age < _SETTLING_SECONDS
+            if found.then is Then.RENEW and not renewed and not settling:
                 renewed = True
-                if await self._renew(used, found, what, which):
-                    continue
+                await self._renew(used, found, what, which)
+                continue
             pause = wait * random.uniform(0.5, 1)  # noqa: S311 - it spreads clients out, no more
-            if not left or loop.time() + pause > last_start or not self._is_worth_repeating(found, used):
+            worth_it = settling or found.then in (Then.REPEAT, Then.REPEAT_AMBIGUOUS)
+            if not left or loop.time() + pause > last_start or not worth_it:
                 break
             await asyncio.sleep(pause)
             wait = min(2 * wait, _LONGEST_WAIT)
         kind = PerhapsOurs if ambiguous and found.error is AlreadyExists else found.error
         raise kind(what, which, found.cause, found.remedy)
 
-    async def _renew(self, rejected: Credentials, found: Failure, what: str, which: str) -> bool:
-        """Get other credentials; False where the rejected ones are so new that the store may not know them yet."""
-        if rejected.minted and self._live.age < _SETTLING_SECONDS:
-            return False
+    async def _renew(self, rejected: Credentials, found: Failure, what: str, which: str) -> None:
         try:
             await self._live.renew(rejected)
         except NoCredentials as error:
             raise NoCredentials(what, which, f"{found.cause}; {error}", found.remedy) from None
-        return True
-
-    def _is_worth_repeating(self, found: Failure, used: Credentials) -> bool:
-        if found.then is Then.RENEW:
-            return used.minted and self._live.age < _SETTLING_SECONDS
-        return found.then is not Then.FAIL
 
     async def _attempt(self, operation: str, parameters: Mapping[str, Any], read: Callable[[Any], Awaitable[Any]] | None) -> Any:
         # Behind a proxy that never answers CONNECT neither of aiohttp's time-outs runs.

@@ -63,7 +63,9 @@ class Failure(NamedTuple):
     remedy: str = ""
 
 
-_UNKNOWN_KEY = Failure(Then.RENEW, NoCredentials, "the store does not know the access key", "see -creds")
+UNKNOWN_KEY = Failure(Then.RENEW, NoCredentials, "the store does not know the access key", "see -creds")
+"""Of keys that were just made: the store may know them in a while (IAM is eventually consistent)."""
+
 _EXPIRED = Failure(Then.RENEW, NoCredentials, "the session token has expired or is not valid", "see -creds")
 _SIGNATURE = Failure(
     Then.RENEW,
@@ -82,9 +84,9 @@ _FULL = Failure(Then.FAIL, NoSpace, "the store is full, or a quota is used up")
 _TOO_LONG = Failure(Then.FAIL, Unavailable, "the store finds the key too long", "use shorter names")
 
 _BY_CODE = {
-    "InvalidAccessKeyId": _UNKNOWN_KEY,
-    "InvalidClientTokenId": _UNKNOWN_KEY,
-    "UnrecognizedClientException": _UNKNOWN_KEY,
+    "InvalidAccessKeyId": UNKNOWN_KEY,
+    "InvalidClientTokenId": UNKNOWN_KEY,
+    "UnrecognizedClientException": UNKNOWN_KEY,
     "ExpiredToken": _EXPIRED,
     "ExpiredTokenException": _EXPIRED,
     "InvalidToken": _EXPIRED,
