@@ -234,13 +234,13 @@ class S3Store:
         parent, _, name = key.rpartition("/")
         if not any(entry.name == name for entry in await self.list(parent, name)):
             return []
-        left = await self._keys_below(key)
+        left, asked = await self._keys_below(key), set(deleted)
         if not left:
             folders = {inner[: slash.end()] for inner in deleted for slash in re.finditer("/", inner)}
             for folder in sorted(folders, key=len, reverse=True):
                 if folder.startswith(f"{key}/"):
                     await self.delete(folder)
-        return [inner for inner in left if inner in set(deleted)]
+        return [inner for inner in left if inner in asked]
 
     async def _keys_below(self, key: str) -> builtins.list[str]:
         """The keys of the file and of all objects below the folder, the folder's own object included."""
