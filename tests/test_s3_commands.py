@@ -464,14 +464,14 @@ def test_publishing_by_hand_asks_for(small: SmallRoot) -> None:
 
 
 def test_pruning_asks_for(small: SmallRoot) -> None:
-    """Per publication one request; per victim nine and one for each object; and the entries three times, the records once."""
+    """A listing of the saves, one request for each that stays; per victim nine and one for each object; the entries three times."""
     small.published(5, 6)
     small.run("prune", "-keep", "1").succeeded()
     save, kept = (f"{small.execution}/checkpoint-{step}" for step in (5, 6))
     victim = Publication(EPOCH, 5, save)
     assert small.ordered() == [
         "LIST pub/",
-        *(f"LIST {save}/", f"LIST {kept}/"),
+        *(f"LIST {small.execution}/checkpoint-", f"LIST {kept}/"),
         "LIST prune/",
         *(f"LIST {victim.key}", f"PUT {victim.record}", f"DELETE {victim.key}"),
         "LIST pub/",
