@@ -464,7 +464,7 @@ def test_publishing_by_hand_asks_for(small: SmallRoot) -> None:
 
 
 def test_pruning_asks_for(small: SmallRoot) -> None:
-    """A listing of the saves, one request for each that stays; per victim nine and one for each object; the entries three times."""
+    """The saves are listed once, each that stays is asked for; per victim nine and one for each object; entries three times."""
     small.published(5, 6)
     small.run("prune", "-keep", "1").succeeded()
     save, kept = (f"{small.execution}/checkpoint-{step}" for step in (5, 6))
