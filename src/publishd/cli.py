@@ -299,8 +299,9 @@ def _started_threads() -> ThreadPoolExecutor:
     return threads
 
 
-def _loop_factory(command: Command) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if not command.stays:
+def _loop_factory(command: Command, options: Options) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    # With sockets uvloop starts threads of its own, and aborts the process where there are none to be had.
+    if not command.stays or options.access:
         return None
     import uvloop
 
@@ -323,7 +324,7 @@ def _execute(name: str, argv: list[str], environ: Mapping[str, str], signals: Si
     try:
         options = parse_options(argv, environ, flags=command.flags, arguments=command.arguments, publishes=command.publishes)
         # The runner is never closed: that would wait for threads that the file system holds.
-        runner = asyncio.Runner(loop_factory=_loop_factory(command))
+        runner = asyncio.Runner(loop_factory=_loop_factory(command, options))
         try:
             runner.get_loop()
         except OSError as error:

@@ -308,17 +308,19 @@ class Announced(Enum):
     EITHER = "stands there, and whoever made it, an answer to this call was lost"
 
 
-async def announce(store: Store, publication: Publication, framework: Framework | None = None) -> Announced:
+async def announce(
+    store: Store, publication: Publication, framework: Framework | None = None, *, just_judged: bool = False
+) -> Announced:
     """Make the save durable and create its entry; returns whether this call created it.
 
     With `framework` it is judged again just before the create: what was complete when it was found may have been
-    replaced while it waited or was synced. Of a consistent store only the framework's sign is asked for, since its
-    markers appear whole. The caller has checked the path and that the save is not withdrawn, and calls `look_again` for
-    what may be created by this call. Raises NotPublished where the save is not complete, or its framework marks it as
-    unfinished; StoreError where the store failed: then there is no entry of ours.
+    replaced while it waited or was synced. Of a consistent store, whose markers appear whole, only the framework's sign
+    is asked for where the caller has just judged it. The caller has checked the path and that the save is not
+    withdrawn, and calls `look_again` for what may be created by this call. Raises NotPublished where the save is not
+    complete, or its framework marks it as unfinished; StoreError where the store failed: then there is no entry of ours.
     """
     await store.sync(publication.path, recursive=True)
-    if framework and not store.consistent:
+    if framework and not (store.consistent and just_judged):
         reason = await incomplete(store, framework, publication.path)
     else:
         reason = await unfinished(store, framework_of(publication.path), publication.path)
@@ -344,12 +346,15 @@ def check_not_withdrawn(store: Store, publication: Publication, recorded: Saves)
         raise _refused(store, publication, _PRUNED, "prune finishes that; removing its record from prune/ keeps the save")
 
 
-async def look_again(store: Store, created: Collection[Publication], recorded: Saves) -> dict[Publication, NotPublished]:
+async def look_again(
+    store: Store, created: Collection[Publication], recorded: Saves, framework: Framework | None = None
+) -> dict[Publication, NotPublished]:
     """Remove those entries, created by the caller, whose save is gone or withdrawn by now, and say which.
 
-    `recorded` are the withdrawn saves, asked for after the entries were created.
+    `recorded` are the withdrawn saves, asked for after the entries were created. With `framework` a consistent store is
+    asked for the marker, which for the same price tells more: without it the save is being made anew.
     """
-    there = await present(store, created)
+    there = await (_marked(store, created, framework) if framework and store.consistent else present(store, created))
     refused = {}
     for publication in created:
         if publication not in there or recorded.touch(publication.path):
@@ -357,6 +362,16 @@ async def look_again(store: Store, created: Collection[Publication], recorded: S
             reason = _PRUNED if publication in there else "it is gone"
             refused[publication] = _refused(store, publication, reason)
     return refused
+
+
+async def _marked(store: Store, publications: Iterable[Publication], framework: Framework) -> set[Publication]:
+    async def marked(publication: Publication) -> bool:
+        children = await store.list(publication.path, framework.marker)
+        return any(child.name == framework.marker for child in children)
+
+    asked = list(publications)
+    there = await in_parallel(store.concurrency, marked, asked)
+    return {publication for publication, is_there in zip(asked, there, strict=True) if is_there}
 
 
 async def publish(store: Store, publication: Publication) -> Announced:

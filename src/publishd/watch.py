@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 _LINGER_INTERVAL = 1.0
 _RETRY_INTERVAL = 1.0
+_STILL_TRUE_SECONDS = 1.0
+"""For so long a judgement holds on a consistent store; a request that had to be repeated takes longer."""
 _REMEDY = "every execution needs an attempt of its own and a greater epoch than all before"
 _LOOK_AGAIN_AFTER = 32
 """Entries created, while more saves wait, before the publisher looks again."""
@@ -100,6 +102,7 @@ class Watcher:
         self._withdrawn = Saves(())
         self._created: dict[Publication, _Save] = {}
         self._confirming = asyncio.Lock()
+        self._unconfirmable = False
         self._damaged: dict[tuple[str, int], SyncFailed] = {}
         self._trouble = ""
         self._said: set[str] = set()
@@ -146,6 +149,7 @@ class Watcher:
     async def _scan(self, *, last: bool = False) -> bool:
         """Look at the execution's folder once; False if that could not be done, which is said once."""
         trouble = ""
+        self._unconfirmable = False
         try:
             if not self._begun:
                 await self._begin()
@@ -259,15 +263,23 @@ class Watcher:
             except StoreError as error:
                 self._judge_again(save, error)
             self._busy -= 1
-            if len(self._created) >= _LOOK_AGAIN_AFTER or (self._queue.empty() and not self._busy):
+            while self._is_confirming_due():
                 try:
                     await self._confirm()
-                except StoreError as error:
-                    log.warning("%s (trying again at the next scan)", error)
+                except StoreError as error:  # the next scan tries again, and says it
+                    self._unconfirmable = True
+                    for created in self._created.values():
+                        created.failure = f"its entry stands, but could not be looked at again: {error}"
             self._queue.task_done()
+
+    def _is_confirming_due(self) -> bool:
+        if not self._created or self._unconfirmable or self._confirming.locked():
+            return False
+        return len(self._created) >= _LOOK_AGAIN_AFTER or (self._queue.empty() and not self._busy)
 
     async def _judge(self, save: _Save) -> None:
         """Publish the save if it is complete and no publication names it yet."""
+        began = asyncio.get_running_loop().time()
         save.complete = await self._is_complete(save)
         if not save.complete:
             save.queued = False
@@ -278,7 +290,7 @@ class Watcher:
         if save.name in self._named:
             self._settle(save)
         else:
-            await self._publish(save)
+            await self._publish(save, judged=began)
 
     async def _is_complete(self, save: _Save) -> bool:
         try:
@@ -294,7 +306,7 @@ class Watcher:
             self._say(save, "not complete yet", reason)
         return reason is None
 
-    async def _publish(self, save: _Save) -> None:
+    async def _publish(self, save: _Save, *, judged: float) -> None:
         publication = Publication(self._options.epoch, save.step, f"{self._folder}/{save.name}")
         try:
             check_path(publication.path, self._name_limit)
@@ -305,7 +317,8 @@ class Watcher:
             if self._withdrawn.touch(publication.path):
                 self._withdrawn = await withdrawn(self._store)
             check_not_withdrawn(self._store, publication, self._withdrawn)
-            announced = await announce(self._store, publication, self._framework)
+            just_judged = asyncio.get_running_loop().time() - judged < _STILL_TRUE_SECONDS
+            announced = await announce(self._store, publication, self._framework, just_judged=just_judged)
         except NotPublished as error:
             self._judge_again(save, error)
         except SyncFailed as error:
@@ -327,7 +340,7 @@ class Watcher:
             refused: dict[Publication, NotPublished] = {}
             if created:
                 self._withdrawn = await withdrawn(self._store)
-                refused = await look_again(self._store, created, self._withdrawn)
+                refused = await look_again(self._store, created, self._withdrawn, self._framework)
             for publication, save in created.items():
                 if self._created.get(publication) is save:
                     del self._created[publication]
@@ -386,6 +399,7 @@ class Watcher:
             log.warning("prune: %s", error)
             return
         for publication in result.removed:
+            self._settled.pop(publication.path.removeprefix(f"{self._folder}/"), None)
             log.info("pruned: %s", f"{self._store.root}/{publication.path}")
         for failure in result.failed:
             log.warning("prune: %s (the next prune tries again)", failure)

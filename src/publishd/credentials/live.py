@@ -215,8 +215,7 @@ class LiveCredentials:
             self._rejections, self._next_replacement = 0, -inf
         self._rejected = rejected
         if now < self._next_replacement:
-            seconds = self._next_replacement - now
-            raise self._no_other(f"the store rejects fresh ones, too; the next are asked for in {seconds:.0f} s")
+            raise self._no_other("the store rejects fresh ones, too; the next are asked for after a while")
         wait = min(_FIRST_REJECTED_WAIT * 2**self._rejections, _LONGEST_REJECTED_WAIT)
         self._rejections = min(self._rejections + 1, 10)
         self._next_replacement = now + _jittered(wait)

@@ -40,6 +40,8 @@ _KEY_LIMIT = 1024
 """Bytes of a key (Amazon S3 user guide, Naming Amazon S3 objects)."""
 _NAME_LIMIT = 255
 """Bytes of one component: SeaweedFS and MinIO keep keys as paths in a file system. No store can be asked for it."""
+_IDLE_PAGES = 100
+"""Pages in a row that bring nothing new: a few are usual where many versions are hidden, an endless row is not."""
 _PIECE = 1 << 20
 _PIECE_SECONDS = 20.0
 _CLOCK_WARNING_SECONDS, _CLOCK_LIMIT_SECONDS = 60, 900
@@ -77,8 +79,9 @@ def split_root(root: str) -> tuple[str, str]:
     bucket, _, prefix = root.removeprefix("s3://").partition("/")
     if not re.fullmatch("[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?", bucket, re.ASCII):
         raise ValueError("must be s3://BUCKET/PREFIX with a valid bucket name (and nothing else before the first slash)")
+    empty = prefix.startswith("/")
     prefix = prefix.removesuffix("/")
-    if prefix and not {"", ".", ".."}.isdisjoint(prefix.split("/")):
+    if empty or (prefix and not {"", ".", ".."}.isdisjoint(prefix.split("/"))):
         raise ValueError("must not have an empty, '.' or '..' component in its prefix")
     if not _is_utf8(prefix):
         raise ValueError("must be UTF-8, as all keys of S3 are")
@@ -117,7 +120,8 @@ class S3Store:
         if not (exists or folders or files):
             raise NotFound("cannot list", self._path(folder), "there is nothing below it")
         # A file last: where both have one name, who looks for a name finds what can be read.
-        return [Entry(name, Kind.FOLDER, 0) for name in folders] + [Entry(name, Kind.FILE, 0) for name in files]
+        found = [(name, Kind.FOLDER) for name in folders] + [(name, Kind.FILE) for name in files]
+        return [Entry(name, kind, 0) for name, kind in dict.fromkeys(found)]  # whatever is listed twice is there once
 
     async def exists(self, key: str) -> bool:
         # What a listing has of it may be a folder that SeaweedFS keeps for minutes after its last file was deleted.
@@ -297,17 +301,21 @@ class S3Store:
 
     async def _pages(self, what: str, folder: str, prefix: str, **parameters: Any) -> AsyncGenerator[dict[str, Any], None]:
         """All pages of a listing, each of them complete."""
-        seen = set()
+        seen: set[str] = set()
+        before, idle = None, 0
         while True:
             page = await self._page(what, folder, prefix, **parameters)
             yield page
-            if not page["IsTruncated"]:
+            token, names = page.get("NextContinuationToken"), _names(page)
+            if bool(token) != page["IsTruncated"]:  # botocore takes every word but `true` for false
+                raise self._no_store(folder, "its listing does not say clearly whether it goes on")
+            if not token:
                 return
-            token = page.get("NextContinuationToken")
-            if not token or token in seen:
-                raise self._no_store(folder, "its listing breaks off without a way to go on")
+            idle = idle + 1 if not names or names == before else 0
+            if token in seen or idle > _IDLE_PAGES:
+                raise self._no_store(folder, "its listing goes on without an end")
             seen.add(token)
-            parameters["ContinuationToken"] = token
+            before, parameters["ContinuationToken"] = names, token
 
     async def _page(self, what: str, folder: str, prefix: str, **parameters: Any) -> dict[str, Any]:
         self._check_utf8(what, prefix)
@@ -319,9 +327,7 @@ class S3Store:
             raise self._no_store(folder, "it finds no object where a listing was asked for") from error
         if "IsTruncated" not in page or page.get("Name", self._bucket) != self._bucket:
             raise self._no_store(folder, "its answer is no complete listing of the bucket")
-        names = [child.get("Key") for child in page.get("Contents", ())]
-        names += [child.get("Prefix") for child in page.get("CommonPrefixes", ())]
-        if not all(isinstance(name, str) and name.startswith(prefix) for name in names):
+        if not all(isinstance(name, str) and name.startswith(prefix) for name in _names(page)):
             raise self._no_store(folder, "its listing has keys that were not asked for")
         return page
 
@@ -332,6 +338,11 @@ class S3Store:
     def _no_store(self, key: str, cause: str) -> Unavailable:
         remedy = "is it an S3 store that answers? see -endpoint and -proxy; publishd probe tells more"
         return Unavailable("cannot believe the store", self._path(key), cause, remedy)
+
+
+def _names(page: Mapping[str, Any]) -> list[Any]:
+    keys = [child.get("Key") for child in page.get("Contents", ())]
+    return keys + [child.get("Prefix") for child in page.get("CommonPrefixes", ())]
 
 
 def _all_of(refused: Mapping[str, StoreError]) -> StoreError:

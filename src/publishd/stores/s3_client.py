@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from publishd.credentials import Credentials, LiveCredentials
 
 MAX_CALLS = 32
-"""Requests at once, over all that a store does."""
+"""Deletes at once, and as many other requests: a prune never takes all turns from publishing."""
 
 _CONNECT_SECONDS, _READ_SECONDS = 5, 10
 _ATTEMPT_SECONDS, _ATTEMPT_SECONDS_WITH_CONTENT = 20.0, 60.0
@@ -72,7 +72,7 @@ class Client:
         self._client: Any = None
         self._connecting = asyncio.Lock()
         self._stack = contextlib.AsyncExitStack()
-        self._turns = asyncio.Semaphore(MAX_CALLS)
+        self._turns, self._turns_of_deletes = asyncio.Semaphore(MAX_CALLS), asyncio.Semaphore(MAX_CALLS)
         self.region = ""
 
     async def call(
@@ -88,8 +88,13 @@ class Client:
         Raises a StoreError that says `what` could not be done to `which`, and why. PerhapsOurs takes the place of
         AlreadyExists where an attempt before may have been carried out although its answer was lost.
         """
-        async with self._turns:
-            return await self._repeated(what, which, lambda: self._attempt(operation, parameters, read))
+        turns = self._turns_of_deletes if operation == "delete_object" else self._turns
+
+        async def attempt() -> Any:
+            async with turns:  # not while it waits for the next one
+                return await self._attempt(operation, parameters, read)
+
+        return await self._repeated(what, which, attempt)
 
     async def _repeated(self, what: str, which: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
         loop = asyncio.get_running_loop()
@@ -183,7 +188,7 @@ def _config(settings: S3Settings) -> AioConfig:
         retries={"mode": "standard", "total_max_attempts": 1},
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,
-        max_pool_connections=MAX_CALLS,
+        max_pool_connections=2 * MAX_CALLS,
         ignore_configured_endpoint_urls=True,
         http_session_cls=StrictSession,
     )
