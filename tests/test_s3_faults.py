@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from itertools import pairwise, repeat
+from itertools import count, pairwise, repeat
 from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
@@ -577,7 +577,7 @@ def test_b36_a_token_is_lost_once(scripted: ScriptedS3) -> None:
         return Answer(answer.status, body, answer.headers)
 
     scripted.script("GET", "pub/", [PASS, tokenless])
-    command(scripted, "resolve").failed("breaks off")
+    command(scripted, "resolve").failed("whether it goes on")
     command(scripted, "resolve").succeeded(f"{ROOT}/{newest.path}\n".encode())
 
 
@@ -1084,6 +1084,40 @@ ENDLESS = {
     "headers": (b"HTTP/1.1 200 OK\r\n", b"X-Some: header\r\n"),
     "before the answer": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
 }
+
+
+@pytest.mark.parametrize("word", ["True", "TRUE", "1", " true", ""])
+async def test_a_listing_that_goes_on_in_other_words(scripted: ScriptedS3, store: S3Store, word: str) -> None:
+    """Only `true` means that there is more; another word beside a token is a doubt, not the end (rule 6)."""
+    page = b"<IsTruncated>%b</IsTruncated><NextContinuationToken>t</NextContinuationToken>" % word.encode()
+    key = b"<Name>bucket</Name><Contents><Key>team/p/pub/a</Key></Contents>"
+    scripted.script("GET", "*", [Answer(200, b"<ListBucketResult>%b%b</ListBucketResult>" % (key, page))])
+    with pytest.raises(Unavailable, match="whether it goes on"):
+        await store.list("pub")
+
+
+async def test_a_key_that_is_listed_twice_is_there_once(scripted: ScriptedS3, store: S3Store) -> None:
+    """A prune would count it twice, and delete one save too many (rule 10)."""
+    key = b"<Contents><Key>team/p/pub/a</Key></Contents>"
+    page = b"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated>%b%b</ListBucketResult>" % (key, key)
+    scripted.script("GET", "*", [Answer(200, page)])
+    assert [entry.name for entry in await store.list("pub")] == ["a"]
+
+
+@pytest.mark.parametrize("key", [b"", b"<Contents><Key>team/p/pub/a</Key></Contents>"])
+async def test_a_listing_without_an_end(scripted: ScriptedS3, store: S3Store, key: bytes) -> None:
+    """Pages that bring nothing new are followed for a while only."""
+    numbers = count()
+
+    def page(_request: Request, _behave: Behaviour) -> Answer:
+        token = b"<NextContinuationToken>%d</NextContinuationToken>" % next(numbers)
+        more = b"<Name>bucket</Name><IsTruncated>true</IsTruncated>"
+        return Answer(200, b"<ListBucketResult>%b%b%b</ListBucketResult>" % (more, key, token))
+
+    scripted.script("GET", "*", repeat(page))
+    with pytest.raises(Unavailable, match="without an end"):
+        await store.list("pub")
+    assert next(numbers) < 200
 
 
 @pytest.mark.parametrize(

@@ -421,7 +421,7 @@ def test_publishing_one_save_costs_six_requests_and_the_pages_of_pub_beyond_one(
     small.run("watch", "-framework", "hf", "-once").succeeded()
     begin = [*["LIST pub/"] * pages, "LIST prune/", f"LIST {small.execution}/"]
     judged = [f"GET {save}/trainer_state.json", *["LIST pub/"] * pages, f"LIST {save}/checkpoint-is-incomplete.txt"]
-    assert small.ordered() == [*begin, *judged, f"PUT pub/{small.pub[-1]}", "LIST prune/", f"LIST {save}/"]
+    assert small.ordered() == [*begin, *judged, f"PUT pub/{small.pub[-1]}", "LIST prune/", f"LIST {save}/trainer_state.json"]
 
 
 def test_publishing_one_dcp_save_costs_five_requests(small: SmallRoot) -> None:
@@ -432,7 +432,7 @@ def test_publishing_one_dcp_save_costs_five_requests(small: SmallRoot) -> None:
     begin = ["LIST pub/", "LIST prune/", f"LIST {small.execution}/"]
     assert small.ordered() == [
         *begin,
-        *(f"LIST {save}/.metadata", "LIST pub/", f"PUT pub/{small.pub[-1]}", "LIST prune/", f"LIST {save}/"),
+        *(f"LIST {save}/.metadata", "LIST pub/", f"PUT pub/{small.pub[-1]}", "LIST prune/", f"LIST {save}/.metadata"),
     ]
 
 
@@ -441,10 +441,70 @@ def test_publishing_many_saves_of_one_scan_costs_four_requests_each(small: Small
     small.publish("exec/1.4100.0/checkpoint-1", 1)
     saves = [small.hf(step) for step in range(1, 21)]
     small.run("watch", "-framework", "hf", "-once").succeeded()
-    each = ("GET {}/trainer_state.json", "LIST {}/checkpoint-is-incomplete.txt", "LIST {}/")
+    each = ("GET {}/trainer_state.json", "LIST {}/checkpoint-is-incomplete.txt", "LIST {}/trainer_state.json")
     expected = ["LIST pub/", "LIST prune/", f"LIST {small.execution}/", "LIST pub/", "LIST prune/"]
     expected += [said.format(save) for save in saves for said in each] + [f"PUT pub/{name}" for name in small.pub[1:]]
     assert sorted(small.ordered()) == sorted(expected)
+
+
+# A save that changes under the watch's hands
+
+
+def test_a_marker_that_goes_before_the_create_is_missed(small: SmallRoot) -> None:
+    """While the listing of pub/ is tried again, training takes the marker away: there is no entry until it comes back."""
+    with Watch(small, interval="300ms") as watch:
+        watch.watching()
+        save = small.hf(5)
+        small.server.script("GET", "pub/", [error(503, "SlowDown")] * 4)
+        eventually(lambda: small.server.seen("GET", "*/trainer_state.json"), "a look at the marker")
+        small.place.delete(f"{save}/trainer_state.json")
+        small.place.put(f"{small.execution}/checkpoint-4/trainer_state.json", b'{"global_step": 4}')
+        eventually(lambda: 4 in small.steps, "another publication")
+        assert small.steps == [4]
+        small.hf(5)
+        watch.says("published: ", times=2).stop().succeeded()
+    assert small.steps == [4, 5]
+
+
+def test_a_marker_that_goes_with_the_create_takes_the_entry_along(small: SmallRoot) -> None:
+    """Rule 5: the second look asks for the marker, not only for some object of the save."""
+    save = small.hf(5)
+
+    def taken(request: Request, behave: Behaviour) -> Answer:
+        small.place.delete(f"{save}/trainer_state.json")
+        return behave(request)
+
+    small.server.script("PUT", "pub/*", [taken])
+    small.run("watch", "-framework", "hf", "-once").succeeded()
+    assert small.steps == []
+
+
+def test_second_looks_that_fail_hold_nobody_up_and_are_said_once(small: SmallRoot) -> None:
+    """While prune/ can't be listed every complete save gets its entry, and the log gets one line."""
+    with Watch(small, "hf", "-drain", "5s", interval="1h") as watch:
+        watch.watching()
+        for step in range(60):
+            small.hf(step)
+        small.server.script("GET", "prune/", repeat(error(403, "AccessDenied")))
+        ran = watch.stop()
+    assert (ran.code, len(small.steps)) == (1, 60)
+    assert ran.err.count("(trying again at every scan)") == 1
+    assert ran.err.count("could not be looked at again") == 60
+
+
+def test_a_prune_whose_deletes_hang_takes_no_turn_from_publishing(small: SmallRoot) -> None:
+    """`-keep` never delays a publication."""
+    save = small.hf(1)
+    for shard in range(80):
+        small.place.put(f"{save}/shard-{shard}")
+    small.publish(save, 1)
+    with Watch(small, "hf", "-keep", "1", "-drain", "3s", interval="200ms") as watch:
+        watch.watching()
+        small.server.script("DELETE", "*/shard-*", repeat(Fate.SILENCE))
+        small.hf(2)
+        eventually(lambda: len(small.server.seen("DELETE", "*/shard-*")) > 20, "a prune")
+        small.hf(3)
+        eventually(lambda: 3 in small.steps, "a publication", 5)
 
 
 # Resident

@@ -102,7 +102,7 @@ class Watcher:
         self._withdrawn = Saves(())
         self._created: dict[Publication, _Save] = {}
         self._confirming = asyncio.Lock()
-        self._unconfirmable = False
+        self._unconfirmable = ""
         self._damaged: dict[tuple[str, int], SyncFailed] = {}
         self._trouble = ""
         self._said: set[str] = set()
@@ -149,7 +149,7 @@ class Watcher:
     async def _scan(self, *, last: bool = False) -> bool:
         """Look at the execution's folder once; False if that could not be done, which is said once."""
         trouble = ""
-        self._unconfirmable = False
+        self._unconfirmable = ""
         try:
             if not self._begun:
                 await self._begin()
@@ -267,9 +267,7 @@ class Watcher:
                 try:
                     await self._confirm()
                 except StoreError as error:  # the next scan tries again, and says it
-                    self._unconfirmable = True
-                    for created in self._created.values():
-                        created.failure = f"its entry stands, but could not be looked at again: {error}"
+                    self._unconfirmable = str(error)
             self._queue.task_done()
 
     def _is_confirming_due(self) -> bool:
@@ -437,7 +435,12 @@ class Watcher:
         if not in_time:
             cause = f": {self._trouble}" if self._trouble else " (a longer -drain gives more)"
             log.error("time ran out after %g s%s", self._options.drain, cause)
-        for save in sorted(self._saves.values(), key=lambda save: save.step, reverse=True):
+        unconfirmed = set(self._created.values())
+        for save in sorted({*self._saves.values(), *unconfirmed}, key=lambda save: save.step, reverse=True):
+            if save in unconfirmed:
+                save.failure = "its entry stands, but could not be looked at again: " + (
+                    self._unconfirmable or self._trouble or "time ran out"
+                )
             if save.complete is False:
                 log.info("left as it is: %s: not complete: %s", self._path(save), save.reason)
             else:
