@@ -191,6 +191,7 @@ def test_publishing_twice_is_success_and_touches_nothing(s3: S3Root) -> None:
         ("{}2/exec/1.4101.0/checkpoint-5", "does not lie below"),
         ("s3://elsewhere/exec/1.4101.0/checkpoint-5", "does not lie below"),
         ("/exec/1.4101.0/checkpoint-5", "does not lie below"),
+        ("s3://KEY:S3CRET@bucket/exec/1.4101.0/checkpoint-5", "cannot publish: SAVE: it does not lie below"),
         ("{}", "does not lie below"),
         ("{}/", "does not lie below"),
         ("{}//exec/1.4101.0/checkpoint-5", "does not lie below"),

@@ -261,7 +261,8 @@ class S3Store:
         key = key.removesuffix("/")
         if key.startswith(("/", "s3://")) or not key:
             cause = f"it does not lie below the checkpoint root {self.root}"
-            raise NotPublished("cannot publish", save, cause, "a relative SAVE is taken from the root")
+            which = "SAVE" if "@" in save else save  # s3://KEY:SECRET@… is no address, and shows a secret
+            raise NotPublished("cannot publish", which, cause, "a relative SAVE is taken from the root")
         if not _is_utf8(key):
             raise NotPublished("cannot publish", save, "its name is not UTF-8, as all keys of S3 are")
         return key
