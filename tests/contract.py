@@ -357,6 +357,36 @@ class StoreContract:
         assert await self.raw_names(PUB) == {"A" * limit}
         assert await store.name_limit() == limit
 
+    # make_folder
+
+    async def test_make_folder_stands_with_its_parents(self, store: Store) -> None:
+        """Of all who make a folder at once nobody fails, and where there are folders it stands there, empty."""
+        await asyncio.gather(*(store.make_folder("exec/1.4101.0") for _ in range(self.crowd)))
+        assert await list_fresh(store, "exec/1.4101.0") == ([] if self.has_folders else None)
+
+    async def test_make_folder_leaves_what_stands_there(self, store: Store) -> None:
+        """A folder that holds something is left as it is."""
+        await self.raw_save()
+        await store.make_folder("exec/1.4101.0")
+        assert await self.raw_is_whole()
+
+    async def test_make_folder_fails_where_a_file_stands(self, store: Store) -> None:
+        """A file is no folder, and stays, whether it stands at the end of the way or on it."""
+        self._need(self.has_folders)
+        await self.raw_write("exec/1.4101.0", b"a file")
+        for folder in ("exec/1.4101.0", "exec/1.4101.0/below"):
+            with pytest.raises(NotAFolder):
+                await store.make_folder(folder)
+        assert await self.raw_read("exec/1.4101.0") == b"a file"
+
+    async def test_make_folder_goes_through_a_link(self, store: Store) -> None:
+        """Executions may be kept elsewhere."""
+        self._need(self.has_links)
+        await self.raw_write("elsewhere/file", b"")
+        await self.raw_link("exec", "elsewhere")
+        await store.make_folder("exec/1.4101.0")
+        assert await self.raw_names("elsewhere") == {"file", "1.4101.0"}
+
     # move
 
     async def test_move_withdraws_an_entry(self, store: Store) -> None:

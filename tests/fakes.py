@@ -151,6 +151,9 @@ class MemoryStore:
             raise self._error(Unavailable, "cannot create", key, "name too long")
         self.contents[key] = b""
 
+    async def make_folder(self, folder: str) -> None:
+        await asyncio.sleep(0)
+
     async def move(self, key: str, to: str) -> None:
         await asyncio.sleep(0)
         if key not in self.contents:
@@ -249,6 +252,9 @@ class FaultyStore:
 
     async def create(self, key: str) -> None:
         await self._effect("create", key)(lambda: self.inner.create(key))
+
+    async def make_folder(self, folder: str) -> None:
+        await self._effect("make_folder", folder)(lambda: self.inner.make_folder(folder))
 
     async def move(self, key: str, to: str) -> None:
         await self._effect("move", key)(lambda: self.inner.move(key, to))

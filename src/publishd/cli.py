@@ -15,7 +15,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from publishd import __version__
 from publishd.errors import PublishdError, UsageError, printable
@@ -25,18 +25,28 @@ from publishd.log import StderrHandler, to_stderr, write_all
 from publishd.options import (
     ACCESS,
     ATTEMPT,
+    DRAIN,
     DRY_RUN,
     EPOCH,
+    FORWARD,
+    FRAMEWORK,
+    INTERVAL,
     JSON,
     KEEP,
+    KEEP_AT_END,
+    KEEP_PUBLISHING,
+    LINGER,
     NO_SYNC,
+    ONCE,
     ROOT,
+    SCHEDULER,
     VERIFY,
-    WATCH,
+    WITH_PARENT,
     Options,
     parse_options,
 )
 from publishd.publications import Announced, Publication, present, publish, published, resolve, resolve_verified
+from publishd.schedulers import SCHEDULERS
 from publishd.stores import Verdict, open_store
 
 if TYPE_CHECKING:
@@ -45,14 +55,18 @@ if TYPE_CHECKING:
     from publishd.flags import Flag
     from publishd.signals import Signals
     from publishd.stores import Store
+    from publishd.watch import WatchOptions
 
 log = logging.getLogger(__name__)
 
 DONE, FAILED, USAGE = 0, 1, 2
 _LOG_SECONDS = 1.0
-_THREADS = 4
+_THREADS = 5
+"""Four for the store, and one that waits for run's COMMAND."""
 _THREAD_SECONDS = 10.0
 _CLEARING_SECONDS = 25.0
+_ENDING_SECONDS = 10.0
+"""How long a watch may need, beyond -linger and -drain, to end."""
 
 
 # Commands. Each returns its exit status; what it could not do is raised, or logged where it did the rest.
@@ -137,18 +151,38 @@ async def _probe(options: Options, store: Store, _signals: Signals) -> int:
 
 
 async def _watch(options: Options, store: Store, signals: Signals) -> int:
-    from publishd.watch import Watcher, WatchOptions
+    from publishd.systemd import ServiceManager
+    from publishd.watch import Watcher
 
-    watch_options = WatchOptions(
-        options.attempt, options.epoch, options.interval, options.drain, options.linger, options.keep or None
-    )
-    watcher = Watcher(store, FRAMEWORKS[options.framework], watch_options, signals.stop)
-    parent = asyncio.create_task(_stop_without(signals)) if options.with_parent else None
+    watcher = Watcher(store, FRAMEWORKS[options.framework], _watch_options(options), signals.stop)
+    beside = [ServiceManager(options.environ).follow(watcher, signals.stop, options.linger + options.drain + _ENDING_SECONDS)]
+    if options.with_parent:
+        beside.append(_stop_without(signals))
+    tasks = [asyncio.create_task(work) for work in beside]
     try:
         return DONE if await watcher.run(once=options.once) else FAILED
     finally:
-        if parent:
-            parent.cancel()
+        for task in tasks:
+            task.cancel()
+
+
+def _watch_options(options: Options) -> WatchOptions:
+    from publishd.watch import WatchOptions
+
+    return WatchOptions(options.attempt, options.epoch, options.interval, options.drain, options.linger, options.keep or None)
+
+
+async def _run_command(options: Options, store: Store, signals: Signals) -> int:
+    from publishd.run import RunOptions, run
+
+    run_options = RunOptions(options.command, options.environ, options.forward, options.keep or None)
+    return await run(store, FRAMEWORKS[options.framework], _watch_options(options), run_options, signals)
+
+
+async def _env(options: Options, _store: None, _signals: Signals) -> int:
+    attempt, epoch = SCHEDULERS[options.scheduler](options.environ)
+    await asyncio.to_thread(_answer, [f"export DISPATCH_ATTEMPT={attempt} DISPATCH_EPOCH={epoch}"])
+    return DONE
 
 
 async def _stop_without(signals: Signals) -> None:
@@ -165,13 +199,16 @@ class Command:
 
     purpose: str
     flags: tuple[Flag, ...]
-    run: Callable[[Options, Store, Signals], Awaitable[int]]
+    run: Callable[[Options, Any, Signals], Awaitable[int]]
+    """It is given the store, or None where no root is asked for."""
     example: str
     arguments: tuple[str, ...] = ()
     publishes: bool = False
     """Needs the execution's attempt and epoch."""
     stays: bool = False
     """Runs beside training: stops when told to, and only a second SIGINT ends it at once."""
+    runs: bool = False
+    """Takes a command to run, behind `--`."""
 
 
 COMMANDS = {
@@ -183,7 +220,7 @@ COMMANDS = {
     ),
     "watch": Command(
         "Publish this execution's saves as they complete, until SIGTERM, SIGINT or SIGHUP.",
-        (ROOT, *WATCH, NO_SYNC, ATTEMPT, EPOCH),
+        (ROOT, FRAMEWORK, INTERVAL, DRAIN, LINGER, KEEP_PUBLISHING, ONCE, WITH_PARENT, NO_SYNC, ATTEMPT, EPOCH),
         _watch,
         'publishd watch -checkpoint "$CKPT" -framework hf &',
         publishes=True,
@@ -215,9 +252,30 @@ COMMANDS = {
         _probe,
         'publishd probe -checkpoint "$CKPT"',
     ),
+    "run": Command(
+        "Resolve, run COMMAND with the answer, publish its saves as they complete, prune, and exit with its status.",
+        (ROOT, FRAMEWORK, KEEP_AT_END, FORWARD, INTERVAL, DRAIN, NO_SYNC, ATTEMPT, EPOCH),
+        _run_command,
+        """exec publishd run -checkpoint "$CKPT" -framework hf -keep 3 -- sh -c \\
+    'exec python train.py --output_dir "$PUBLISHD_OUT" ${PUBLISHD_RESUME:+--resume_from_checkpoint "$PUBLISHD_RESUME"}'""",
+        publishes=True,
+        stays=True,
+        runs=True,
+    ),
+    "env": Command(
+        "Print attempt and epoch of a scheduler's job, for a shell to evaluate.",
+        (SCHEDULER,),
+        _env,
+        'EXECUTION=$(publishd env) || exit 1; eval "$EXECUTION"',
+    ),
 }
 
 _EXIT_STATUS = "EXIT STATUS\n  0  done\n  1  failed; the reason is on stderr\n  2  usage: nothing was done\n"
+_RUN_EXIT_STATUS = (
+    "EXIT STATUS\n  COMMAND's own, or 128+n where signal n ended it\n"
+    "  1    COMMAND's was 0, but a save stayed unpublished or prune failed; or nothing was started\n"
+    "  2    usage: nothing was done\n  126  COMMAND cannot be started\n  127  COMMAND was not found\n"
+)
 
 
 def _help() -> str:
@@ -232,12 +290,12 @@ def _help() -> str:
 
 def _command_help(name: str, command: Command) -> str:
     needed = "".join(f" -{flag.name} {flag.metavar}" for flag in command.flags if flag.required)
-    arguments = "".join(f" {argument}" for argument in command.arguments)
+    arguments = " -- COMMAND…" if command.runs else "".join(f" {argument}" for argument in command.arguments)
     width = max(len(_flag(flag)) for flag in (*command.flags, *ACCESS)) + 2
+    access = f"With an s3:// root (-creds is required there):\n{_described(ACCESS, width)}\n" if ROOT in command.flags else ""
     return (
         f"{command.purpose}\n\nusage: publishd {name}{needed} [FLAG…]{arguments}\n\n{_described(command.flags, width)}\n"
-        f"With an s3:// root (-creds is required there):\n{_described(ACCESS, width)}\n"
-        f"Example:\n  {command.example}\n\n{_EXIT_STATUS}"
+        f"{access}Example:\n  {command.example}\n\n{_RUN_EXIT_STATUS if command.runs else _EXIT_STATUS}"
     )
 
 
@@ -272,7 +330,7 @@ async def _run(command: Command, options: Options, signals: Signals) -> int:
     loop = asyncio.get_running_loop()
     signals.attach(loop)
     loop.set_default_executor(_started_threads())
-    store = open_store(options.root, sync=options.sync, access=options.access)
+    store = open_store(options.root, sync=options.sync, access=options.access) if options.root else None
     work = asyncio.ensure_future(command.run(options, store, signals))
     ended = asyncio.create_task((signals.abandon if command.stays else signals.stop).wait())
     await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -283,7 +341,8 @@ async def _run(command: Command, options: Options, signals: Signals) -> int:
             insisted = asyncio.create_task(signals.abandon.wait())
             await asyncio.wait((work, insisted), timeout=_CLEARING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         raise PublishdError("ended early", "", f"by {signals.last.name}")
-    await store.aclose()
+    if store:
+        await store.aclose()
     return work.result()
 
 
@@ -322,7 +381,14 @@ def _execute(name: str, argv: list[str], environ: Mapping[str, str], signals: Si
     if not command.stays:
         gc.disable()  # a command that ends in a moment gains nothing from looking for cycles among 100,000 entries
     try:
-        options = parse_options(argv, environ, flags=command.flags, arguments=command.arguments, publishes=command.publishes)
+        options = parse_options(
+            argv,
+            environ,
+            flags=command.flags,
+            arguments=command.arguments,
+            publishes=command.publishes,
+            runs=command.runs,
+        )
         # The runner is never closed: that would wait for threads that the file system holds.
         runner = asyncio.Runner(loop_factory=_loop_factory(command, options))
         try:

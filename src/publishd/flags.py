@@ -18,17 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `metavar` is empty for a switch; `parse` raises ValueError with what the value must be."""
+    """One flag. `metavar` is empty for a switch; `parse` raises ValueError with what the value must be.
+
+    The dictionaries of a flag that `adds` are put together where it is given more than once.
+    """
 
     name: str
     help: str
     metavar: str = ""
     parse: Callable[[str], Any] = str
     required: bool = False
+    adds: bool = False
 
 
 def parse_flags(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The flags given, by name, and what is no flag; of a flag given twice the last counts.
+    """The flags given, by name, and what is no flag; of a flag given twice the last counts, unless it `adds`.
 
     Raises UsageError naming the flag, never repeating its value.
     """
@@ -48,7 +52,8 @@ def parse_flags(flags: Sequence[Flag], argv: Sequence[str]) -> tuple[dict[str, A
         flag = known.get(name)
         if flag is None:
             raise UsageError("unknown flag", quotable(f"-{name}"), "this command has none of that name", "see --help")
-        values[name] = _value(flag, value if equals else None, rest)
+        parsed = _value(flag, value if equals else None, rest)
+        values[name] = {**values.get(name, {}), **parsed} if flag.adds else parsed
     missing = next((flag.name for flag in flags if flag.required and flag.name not in values), None)
     if missing:
         raise UsageError("missing flag", f"-{missing}", "it is required", "see --help")

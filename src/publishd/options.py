@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import signal
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from publishd.errors import UsageError
 from publishd.flags import Flag, count, duration, one_of, parse_flags, positive_duration, unsigned
 from publishd.frameworks import FRAMEWORKS
 from publishd.publications import unsafe
+from publishd.schedulers import SCHEDULERS
+from publishd.signals import HEARD
 from publishd.stores import EXEC
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ S3 = "s3://"
 class Options:
     """What the command line and the environment ask for; times in seconds."""
 
-    root: str
+    root: str = ""
     access: Access | None = None
     framework: str = ""
     interval: float = 10.0
@@ -42,6 +45,11 @@ class Options:
     dry_run: bool = False
     save: str = ""
     step: int = 0
+    forward: Mapping[signal.Signals, signal.Signals | None] = field(default_factory=dict)
+    scheduler: str = "slurm"
+    command: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The environment as it was given; it may hold secrets."""
 
 
 # Values. Each parser raises ValueError saying what the value must be, and never repeats it.
@@ -103,6 +111,28 @@ def _ca(text: str) -> str:
     return text
 
 
+def _forward(text: str) -> dict[signal.Signals, signal.Signals | None]:
+    forward = {}
+    for pair in text.split(","):
+        came, equals, wanted = pair.partition("=")
+        number = _signal(came)
+        if not equals or number not in HEARD:
+            raise ValueError(f"must be FROM=TO, FROM one of {', '.join(_short(heard) for heard in HEARD)}")
+        forward[number] = None if wanted == "none" else _signal(wanted)
+    return forward
+
+
+def _signal(text: str) -> signal.Signals:
+    try:
+        return signal.Signals[f"SIG{text.removeprefix('SIG')}"]
+    except KeyError:
+        raise ValueError("must name signals as TERM=USR1 does, or none: TERM=none") from None
+
+
+def _short(number: signal.Signals) -> str:
+    return number.name.removeprefix("SIG")
+
+
 _ADDRESSING = dict.fromkeys(("auto", "path", "virtual"))
 
 ROOT = Flag(
@@ -115,15 +145,18 @@ ATTEMPT = Flag("attempt", "the execution's name (default: DISPATCH_ATTEMPT)", "N
 EPOCH = Flag("epoch", "the execution's fencing number (default: DISPATCH_EPOCH)", "NUMBER", unsigned)
 KEEP = Flag("keep", "how many of the latest publications stay", "N", count, required=True)
 DRY_RUN = Flag("dry-run", "print what would be removed, remove nothing")
-WATCH = (
-    Flag("framework", f"who writes the saves: {' or '.join(FRAMEWORKS)}", "NAME", one_of(FRAMEWORKS), required=True),
-    Flag("interval", "time between scans (default: 10s)", "DURATION", positive_duration),
-    Flag("drain", "time for the last scan and for publishing what it found (default: 20s)", "DURATION", positive_duration),
-    Flag("linger", "go on scanning every second for so long after the signal (default: 0)", "DURATION", duration),
-    Flag("keep", "prune to the N latest after publishing (default: never)", "N", count),
-    Flag("once", "scan once, publish, exit"),
-    Flag("with-parent", "scan a last time and exit when the parent process is gone"),
+FRAMEWORK = Flag("framework", f"who writes the saves: {' or '.join(FRAMEWORKS)}", "NAME", one_of(FRAMEWORKS), required=True)
+INTERVAL = Flag("interval", "time between scans (default: 10s)", "DURATION", positive_duration)
+DRAIN = Flag("drain", "time for the last scan and for publishing what it found (default: 20s)", "DURATION", positive_duration)
+LINGER = Flag("linger", "go on scanning every second for so long after the signal (default: 0)", "DURATION", duration)
+KEEP_PUBLISHING = Flag("keep", "prune to the N latest after publishing (default: never)", "N", count)
+KEEP_AT_END = Flag("keep", "prune to the N latest at the end, unless a signal came (default: never)", "N", count)
+ONCE = Flag("once", "scan once, publish, exit")
+WITH_PARENT = Flag("with-parent", "scan a last time and exit when the parent process is gone")
+FORWARD = Flag(
+    "forward", "what COMMAND gets instead of a signal: TERM=USR1, TERM=none (default: the same)", "FROM=TO", _forward, adds=True
 )
+SCHEDULER = Flag("scheduler", f"whose job this is: {', '.join(SCHEDULERS)} (default: slurm)", "NAME", one_of(SCHEDULERS))
 ACCESS = (
     Flag("creds", "where credentials come from: env, file:PATH, web-identity, instance, container, vault:URL", "SOURCE", _source),
     Flag("proxy", "the only proxy that is used, http(s)://HOST:PORT (default: none)", "URL", _proxy),
@@ -141,22 +174,28 @@ def parse_options(
     flags: Sequence[Flag],
     arguments: Sequence[str] = (),
     publishes: bool = False,
+    runs: bool = False,
 ) -> Options:
     """The options of a command with these flags and arguments; `publishes`: attempt and epoch may come from `environ`.
 
-    Raises UsageError.
+    With `runs` everything behind the first `--` is a command to run, which must be there. Raises UsageError.
     """
-    values, positional = parse_flags((*flags, *ACCESS), argv)
+    command: tuple[str, ...] = ()
+    if runs:
+        argv, command = _split(argv)
+    rooted = ROOT in flags
+    values, positional = parse_flags((*flags, *ACCESS) if rooted else flags, argv)
     if len(positional) != len(arguments):
         wanted = " and ".join(arguments) or "no arguments"
         raise UsageError("bad arguments", "", f"{wanted} wanted, {len(positional)} given", "see --help")
-    values["root"] = values.pop("checkpoint")
-    values["sync"] = not values.pop("no-sync", False)
-    values["access"] = _access(values, environ)
+    values |= {"environ": environ, "command": command, "sync": not values.pop("no-sync", False)}
+    if rooted:
+        values["root"] = values.pop("checkpoint")
+        values["access"] = _access(values, environ)
     if publishes:
         _from_environment(values, environ, "attempt", "DISPATCH_ATTEMPT", _attempt)
         _from_environment(values, environ, "epoch", "DISPATCH_EPOCH", unsigned)
-        if values["access"] and re.search("[\ud800-\udfff]", values["attempt"]):
+        if values.get("access") and re.search("[\ud800-\udfff]", values["attempt"]):
             raise UsageError("bad attempt", "-attempt or DISPATCH_ATTEMPT", "it must be UTF-8, as all keys of S3 are")
     if arguments:
         values["save"] = positional[0]
@@ -167,6 +206,14 @@ def parse_options(
         except ValueError as error:
             raise UsageError("bad argument", "STEP", str(error)) from None
     return Options(**{name.replace("-", "_"): value for name, value in values.items()})
+
+
+def _split(argv: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    end = argv.index("--") if "--" in argv else len(argv)
+    command = tuple(argv[end + 1 :])
+    if not command or not command[0]:
+        raise UsageError("missing command", "COMMAND", "what to run stands at the end: -- COMMAND…", "see --help")
+    return argv[:end], command
 
 
 def _access(values: dict[str, Any], environ: Mapping[str, str]) -> Access | None:

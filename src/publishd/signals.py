@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as two events: stop, and abandon (a second SIGINT).
+"""What the process is told by signals: as two events, stop and abandon (a second SIGINT), and one by one.
 
 Installing comes before every import that takes time, so this module imports next to nothing. The handlers stay for the
 whole life of the process, without the event loop's own, which would fall back to the default action when it closes.
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     import asyncio
     from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HEARD = (*_STOPPING, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that are taken over. SIGUSR1 and SIGUSR2 only so that they kill nobody: schedulers send them to all of a job."""
 
 
 class Signals:
@@ -22,42 +24,58 @@ class Signals:
 
     stop: asyncio.Event
     abandon: asyncio.Event
+    told: asyncio.Queue[signal.Signals]
+    """Each signal, once however often it comes, in their order."""
 
     def __init__(self) -> None:
         self.parent = os.getppid()
         self.last: signal.Signals | None = None
+        """The last one that means stop."""
         self._interrupts = 0
+        self._noted: list[signal.Signals] = []
+        self._passed_on = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def came(self) -> bool:
+        """Whether there was any."""
+        return bool(self._noted)
+
     def install(self) -> Signals:
-        """Take the signals over. SIGINT and SIGHUP stay ignored where they were (`&` in a script, nohup); SIGTERM never does."""
-        for number in _SIGNALS:
+        """Take the signals over. All but SIGTERM stay ignored where they were (`&` in a script, nohup)."""
+        for number in HEARD:
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
         return self
 
     def hold(self) -> None:
         """Keep what was and will be received pending, over an exec, until `install` is called again."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        if self.last is not None:
-            os.kill(os.getpid(), self.last)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+        for number in self._noted:
+            os.kill(os.getpid(), number)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make the two events of this loop follow the signals, those already received included."""
+        """Make events and queue of this loop follow the signals, those already received included."""
         import asyncio
 
-        self.stop, self.abandon = asyncio.Event(), asyncio.Event()
+        self.stop, self.abandon, self.told = asyncio.Event(), asyncio.Event(), asyncio.Queue()
         self._loop = loop
         self._tell()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.last = signal.Signals(number)
+        if number in _STOPPING:
+            self.last = signal.Signals(number)
+        if number not in self._noted:
+            self._noted.append(signal.Signals(number))
         self._interrupts += number == signal.SIGINT
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
+        while self._passed_on < len(self._noted):
+            self.told.put_nowait(self._noted[self._passed_on])
+            self._passed_on += 1
         if self.last is not None:
             self.stop.set()
         if self._interrupts > 1:

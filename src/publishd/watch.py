@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from publishd.errors import NotAFolder, NotFound, NotPublished, PublishdError, StoreError, SyncFailed
+from publishd.fencing import REMEDY, check_room, conflicts, folder_of, published_by
 from publishd.frameworks import seems_incomplete
 from publishd.prune import prune
 from publishd.publications import (
@@ -26,10 +27,9 @@ from publishd.publications import (
     check_path,
     look_again,
     read,
-    too_long,
     withdrawn,
 )
-from publishd.stores import EXEC, PRUNE, PUB, Kind, list_fresh
+from publishd.stores import PRUNE, PUB, Kind, list_fresh
 
 if TYPE_CHECKING:
     from publishd.frameworks import Framework
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LINGER_INTERVAL = 1.0
+_URGENT_INTERVAL = 1.0
 _RETRY_INTERVAL = 1.0
 _STILL_TRUE_SECONDS = 1.0
 """For so long a judgement holds on a consistent store; a request that had to be repeated takes longer."""
-_REMEDY = "every execution needs an attempt of its own and a greater epoch than all before"
 _LOOK_AGAIN_AFTER = 32
 """Entries created, while more saves wait, before the publisher looks again."""
 
@@ -84,7 +83,7 @@ class Watcher:
 
     def __init__(self, store: Store, framework: Framework, options: WatchOptions, stop: asyncio.Event) -> None:
         self._store, self._framework, self._options, self._stop = store, framework, options, stop
-        self._folder = f"{EXEC}/{options.attempt}"
+        self._folder = folder_of(options.attempt)
         self._interval = options.interval
         self._wake = asyncio.Event()
         self._stopping = False
@@ -108,6 +107,12 @@ class Watcher:
         self._said: set[str] = set()
         self._noted: set[tuple[str, str]] = set()
         self._prunes: asyncio.Queue[None] = asyncio.Queue()
+        self._scanning_since: float | None = None
+        self._last_published: float | None = None
+        self.scanned = asyncio.Event()
+        """Set once a first scan has been carried out, whether or not the store could be seen."""
+        self.in_time = True
+        """False once the drain has run out of time."""
 
     async def run(self, *, once: bool = False) -> bool:
         """Watch until `stop` (with `once`: not at all), scan a last time, drain. True if all that is complete is published.
@@ -128,22 +133,42 @@ class Watcher:
                 worker.cancel()
         return drained
 
+    def hurry(self) -> None:
+        """Scan every second from now on, and once at once: the end is near."""
+        self._interval = min(_URGENT_INTERVAL, self._interval)
+        self._wake.set()
+
+    def scanning_for(self) -> float:
+        """How long the scan in progress has been at it, in seconds; 0 between scans."""
+        return 0.0 if self._scanning_since is None else asyncio.get_running_loop().time() - self._scanning_since
+
+    def status(self) -> str:
+        """How it goes, in a line for people."""
+        published, pending = len(self._settled), len(self._saves)
+        age = "no publication by this watch yet"
+        if self._last_published is not None:
+            age = f"last publication {asyncio.get_running_loop().time() - self._last_published:.0f} s ago"
+        trouble = f"; {self._trouble}" if self._trouble else ""
+        return f"{published + pending} saves seen, {published} published, {pending} pending; {age}{trouble}"
+
     # Scanning
 
     async def _scan_until_stopping(self) -> None:
         loop = asyncio.get_running_loop()
         while not self._stopping:
             self._wake.clear()
-            due = loop.time() + self._interval
+            self._scanning_since = loop.time()
+            due = self._scanning_since + self._interval
             await self._scan()
+            self._scanning_since = None
+            self.scanned.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due):
                     await self._wake.wait()
 
     async def _linger(self) -> None:
         if self._options.linger:
-            self._interval = min(_LINGER_INTERVAL, self._interval)
-            self._wake.set()
+            self.hurry()
             await asyncio.sleep(self._options.linger)
 
     async def _scan(self, *, last: bool = False) -> bool:
@@ -169,9 +194,7 @@ class Watcher:
     async def _begin(self) -> None:
         """What is asked once, before the first listing: whether names fit, and what was published before."""
         self._name_limit = await self._store.name_limit()
-        reason = too_long(f"{self._folder}/{self._framework.prefix}0", self._name_limit)
-        if reason:
-            raise NotPublished("cannot watch", self._path(), f"even for its shortest save {reason}", "use a shorter attempt")
+        check_room(self._store.root, self._options.attempt, self._framework, self._name_limit)
         published = await self._read_pub()
         try:
             await self._store.sync(PUB, recursive=False)
@@ -180,7 +203,8 @@ class Watcher:
         except NotFound:
             pass  # nothing was published yet
         self._withdrawn = await withdrawn(self._store)
-        self._compare_epochs(published)
+        for which, cause in conflicts(self._store.root, self._options.attempt, self._options.epoch, published):
+            log.warning("WRONG EPOCH? %s: %s (%s)", which, cause, REMEDY)
         self._published_before = self._names(published)
         self._begun = True
         log.info("watching: %s: %s saves, as epoch %d", self._path(), self._framework.name, self._options.epoch)
@@ -193,22 +217,10 @@ class Watcher:
                 log.error("%s; resolve, list and prune fail until then", error)
         return published
 
-    def _compare_epochs(self, published: list[Publication]) -> None:
-        epoch = self._options.epoch
-        if published and published[-1].epoch > epoch:
-            what = "WRONG EPOCH? %s: epoch %d has published: what epoch %d publishes is never resolved, and pruned first (%s)"
-            log.warning(what, self._store.root, published[-1].epoch, epoch, _REMEDY)
-        others = {publication.epoch for publication in self._own(published)} - {epoch}
-        if others:
-            what = "WRONG EPOCH? %s: its saves were published as epoch %s and stay so; this watch is epoch %d (%s)"
-            log.warning(what, self._path(), ", ".join(map(str, sorted(others))), epoch, _REMEDY)
-
-    def _own(self, published: list[Publication]) -> list[Publication]:
-        return [publication for publication in published if publication.path.startswith(f"{self._folder}/")]
-
     def _names(self, published: list[Publication]) -> set[str]:
         """The names of this execution's saves that are published, at whatever step and epoch."""
-        return {publication.path[len(self._folder) + 1 :] for publication in self._own(published)}
+        own = published_by(self._options.attempt, published)
+        return {publication.path[len(self._folder) + 1 :] for publication in own}
 
     async def _look(self) -> None:
         """List the folder and queue what is not settled."""
@@ -348,6 +360,7 @@ class Watcher:
             else:
                 self._settle(save)
                 log.info("published: %s: epoch %d, step %d", self._path(save), publication.epoch, publication.step)
+                self._last_published = asyncio.get_running_loop().time()
                 if self._options.keep and self._prunes.empty():
                     self._prunes.put_nowait(None)
 
@@ -382,10 +395,12 @@ class Watcher:
     async def _prune_forever(self) -> None:
         while True:
             await self._prunes.get()
-            await self._prune(self._options.keep or 0)
+            await self.prune(self._options.keep or 0)
             self._prunes.task_done()
 
-    async def _prune(self, keep: int) -> None:
+    async def prune(self, keep: int) -> bool:
+        """Prune the root as the command does, saying on stderr what went and what could not; False if something could not."""
+
         def note(what: str, which: str, cause: str) -> None:
             if (which, cause) not in self._noted:
                 self._noted.add((which, cause))
@@ -395,25 +410,26 @@ class Watcher:
             result = await prune(self._store, keep, note)
         except PublishdError as error:
             log.warning("prune: %s", error)
-            return
+            return False
         for publication in result.removed:
             self._settled.pop(publication.path.removeprefix(f"{self._folder}/"), None)
             log.info("pruned: %s", f"{self._store.root}/{publication.path}")
         for failure in result.failed:
             log.warning("prune: %s (the next prune tries again)", failure)
+        return not result.failed
 
     # The end
 
     async def _finish(self, scanner: asyncio.Task[None]) -> bool:
         """The last scan and the drain, within the time there is for it; what could not be published is named."""
         deadline = asyncio.get_running_loop().time() + self._options.drain
-        in_time = False
+        self.in_time = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await scanner
                 await self._drain()
-                in_time = True
-        drained = self._report(in_time=in_time)
+                self.in_time = True
+        drained = self._report()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._prunes.join()
@@ -429,10 +445,10 @@ class Watcher:
                 return
             await asyncio.sleep(_RETRY_INTERVAL)
 
-    def _report(self, *, in_time: bool) -> bool:
+    def _report(self) -> bool:
         """Name what is left; True if none of it is known to be complete."""
-        drained = in_time
-        if not in_time:
+        drained = self.in_time
+        if not self.in_time:
             cause = f": {self._trouble}" if self._trouble else " (a longer -drain gives more)"
             log.error("time ran out after %g s%s", self._options.drain, cause)
         unconfirmed = set(self._created.values())

@@ -121,6 +121,13 @@ class Store(Protocol):
         """
         ...
 
+    async def make_folder(self, folder: str) -> None:
+        """The folder stands there, its parents below the root too, in a store that has folders; the root is never made.
+
+        Links are followed. Raises NotAFolder where something else stands there.
+        """
+        ...
+
     async def move(self, key: str, to: str) -> None:
         """`to` stands before `key` is gone, whenever the call is cut short; an older `to` is replaced.
 

@@ -93,6 +93,9 @@ class PosixStore:
     async def create(self, key: str) -> None:
         await asyncio.to_thread(self._create, key)
 
+    async def make_folder(self, folder: str) -> None:
+        await asyncio.to_thread(self._make_folder, folder)
+
     async def move(self, key: str, to: str) -> None:
         await asyncio.to_thread(self._move, key, to)
 
@@ -260,6 +263,14 @@ class PosixStore:
                 with contextlib.suppress(OSError):
                     os.unlink(folder.name, dir_fd=folder.fd)
                 raise
+
+    def _make_folder(self, folder: str) -> None:
+        path = self.root
+        for name in folder.split("/"):
+            path = f"{path}/{name}"
+            with translated("cannot make", path), contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+        close_read(self._open_folder(folder))
 
     def _move(self, key: str, to: str) -> None:
         with (

@@ -188,6 +188,9 @@ class S3Store:
             raise Unavailable("cannot create", self._path(key), "the name is too long", "use shorter names")
         await self._put("cannot create", key, IfNoneMatch="*")
 
+    async def make_folder(self, folder: str) -> None:
+        """There are no folders."""
+
     async def move(self, key: str, to: str) -> None:
         if not await self._is_file(key):
             raise NotFound("cannot withdraw", self._path(key), "there is no such object")

@@ -1,0 +1,67 @@
+"""What a service manager is told of a watch: sd_notify(3), for a unit of Type=notify.
+
+The watchdog is fed from the event loop, and only while no scan has been at it for too long: not for a loop that is
+stuck, nor for a store that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from publishd.watch import Watcher
+
+log = logging.getLogger(__name__)
+
+_TELL_INTERVAL = 10.0
+_BEATS = 4
+"""How often a watchdog's time is fed; a scan that takes longer than one of the spaces between is not fed for."""
+
+
+class ServiceManager:
+    """Whoever set NOTIFY_SOCKET; where nobody did, all that it is told is lost."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        address = environ.get("NOTIFY_SOCKET", "")
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        self._deaf = False
+        watchdog = environ.get("WATCHDOG_USEC", "")
+        is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self._interval = _TELL_INTERVAL
+        if is_ours and watchdog.isdecimal() and int(watchdog):
+            self._interval = min(_TELL_INTERVAL, int(watchdog) / 1e6 / _BEATS)
+
+    async def follow(self, watcher: Watcher, stop: asyncio.Event, seconds: float) -> None:
+        """Tell how the watch is doing for as long as it goes on; from `stop` on it may take so many more seconds."""
+        if not self._address:
+            return
+        stopping = asyncio.create_task(stop.wait())
+        ready = asyncio.create_task(watcher.scanned.wait())
+        await asyncio.wait((ready, stopping), return_when=asyncio.FIRST_COMPLETED)
+        self._tell("READY=1")
+        while not stopping.done():
+            alive = ["WATCHDOG=1"] if watcher.scanning_for() < self._interval else []
+            self._tell(*alive, f"STATUS={watcher.status()}")
+            await asyncio.wait((stopping,), timeout=self._interval)
+        self._tell("STOPPING=1", f"EXTEND_TIMEOUT_USEC={seconds * 1e6:.0f}")
+        while True:
+            self._tell(f"STATUS=stopping: {watcher.status()}")
+            await asyncio.sleep(1)
+
+    def _tell(self, *lines: str) -> None:
+        message = "\n".join(line.replace("\n", " ") for line in lines).encode("utf-8", "backslashreplace")
+        try:
+            with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)) as notify:
+                notify.connect(self._address)
+                notify.send(message)
+        except OSError as error:
+            if not self._deaf:
+                log.warning("cannot tell the service manager: NOTIFY_SOCKET: %s", error.strerror or error)
+            self._deaf = True
