@@ -29,7 +29,7 @@ SECONDS = 20.0
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses of a drain and of a linger, short enough for a test."""
     monkeypatch.setattr("publishd.watch._RETRY_INTERVAL", 0.001)
-    monkeypatch.setattr("publishd.watch._LINGER_INTERVAL", 0.001)
+    monkeypatch.setattr("publishd.watch._URGENT_INTERVAL", 0.001)
 
 
 class Scene(FaultyStore):
