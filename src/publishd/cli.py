@@ -468,6 +468,10 @@ _MISLEADING = re.compile(
 
 def main(argv: list[str], signals: Signals) -> NoReturn:
     """Run one command and end the process, whatever its threads are stuck in."""
+    if os.getpid() == 1 and argv[:1] == ["run"]:
+        from publishd.init import work_in_a_child
+
+        work_in_a_child()
     environ = _isolate()
     _open_standard_streams()
     os._exit(_dispatch(argv, environ, signals))

@@ -34,9 +34,8 @@ class ServiceManager:
         self._deaf = False
         watchdog = environ.get("WATCHDOG_USEC", "")
         is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self._interval = _TELL_INTERVAL
-        if is_ours and watchdog.isdecimal() and int(watchdog):
-            self._interval = min(_TELL_INTERVAL, int(watchdog) / 1e6 / _BEATS)
+        self._watched = is_ours and watchdog.isascii() and watchdog.isdigit() and int(watchdog) > 0
+        self._interval = min(_TELL_INTERVAL, int(watchdog) / 1e6 / _BEATS) if self._watched else _TELL_INTERVAL
 
     async def follow(self, watcher: Watcher, stop: asyncio.Event, seconds: float) -> None:
         """Tell how the watch is doing for as long as it goes on; from `stop` on it may take so many more seconds."""
@@ -47,7 +46,7 @@ class ServiceManager:
         await asyncio.wait((ready, stopping), return_when=asyncio.FIRST_COMPLETED)
         self._tell("READY=1")
         while not stopping.done():
-            alive = ["WATCHDOG=1"] if watcher.scanning_for() < self._interval else []
+            alive = ["WATCHDOG=1"] if self._watched and watcher.scanning_for() < self._interval else []
             self._tell(*alive, f"STATUS={watcher.status()}")
             await asyncio.wait((stopping,), timeout=self._interval)
         self._tell("STOPPING=1", f"EXTEND_TIMEOUT_USEC={seconds * 1e6:.0f}")
