@@ -745,7 +745,10 @@ def test_the_rules_know_no_adapter(module: str) -> None:
 @pytest.mark.parametrize("module", BELOW)
 def test_adapters_know_no_rule(module: str) -> None:
     """A store knows nothing of publications, prunes, frameworks and watches."""
-    above = tuple(f"publishd.{name}" for name in ("cli", "frameworks", "probe", "prune", "publications", "run", "watch"))
+    above = tuple(
+        f"publishd.{name}"
+        for name in ("cli", "fencing", "frameworks", "options", "probe", "prune", "publications", "run", "watch")
+    )
     assert [name for name in imports(module) if name.startswith(above)] == []
 
 
