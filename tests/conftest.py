@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests under a real system, which one worker runs and mostly waits in, begin first."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
     """A checkpoint root with the folder of one execution."""
