@@ -100,7 +100,7 @@ async def _around(
     await asyncio.wait((ended, watching), return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():  # what it saved from now on would never be published
         log.critical("watching failed: sending SIGTERM to: %s", options.command[0])
-        child.terminate()
+        os.kill(child.pid, signal.SIGTERM)
     status = await ended
     how = f"exit status {status}" if status < _SIGNALLED else f"exit status {status}, as after {_signal_name(status)}"
     log.info("ended: %s: %s", options.command[0], how)
@@ -163,7 +163,7 @@ def _start(command: tuple[str, ...], environ: Mapping[str, str]) -> subprocess.P
 
 async def _ended(child: subprocess.Popen[bytes]) -> int:
     """The status of the child as a shell tells it, once it has ended."""
-    # Reaped on this thread only, lest a signal is sent to another process that got its number.
+    # Reaped on the loop's thread, where signals are sent, lest one goes to another process that got its number.
     await asyncio.to_thread(os.waitid, os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     status = child.wait()
     return status if status >= 0 else _SIGNALLED - status
@@ -181,8 +181,17 @@ async def _forward(child: subprocess.Popen[bytes], watcher: Watcher, options: Ru
         elif wanted is number is signal.SIGINT and _terminal_told(child):
             log.info("%s: the terminal sent it to both: %s", number.name, options.command[0])
         else:
-            child.send_signal(wanted)
-            log.info("%s: forwarded%s to: %s", number.name, "" if wanted is number else f" as {wanted.name}", options.command[0])
+            _send(child, number, wanted, options)
+
+
+def _send(child: subprocess.Popen[bytes], number: signal.Signals, wanted: signal.Signals, options: RunOptions) -> None:
+    how = "" if wanted is number else f" as {wanted.name}"
+    try:
+        os.kill(child.pid, wanted)
+    except PermissionError as error:  # it has become another user's
+        log.warning("%s: cannot be forwarded%s to: %s: %s", number.name, how, options.command[0], error.strerror)
+    else:
+        log.info("%s: forwarded%s to: %s", number.name, how, options.command[0])
 
 
 def _terminal_told(child: subprocess.Popen[bytes]) -> bool:
