@@ -1,7 +1,8 @@
 """A stand-in for a trainer: no model, but the files that transformers.Trainer writes, in its order, slowly.
 
-A save takes long enough that a kill can hit the middle of it. What the options leave open comes from MAX_STEPS,
-SAVE_STEPS, STEP_SECONDS and SAVE_SECONDS in the environment, so that a job script needn't pass it on.
+A save takes long enough that a kill can hit the middle of it. Told by SIGTERM or SIGUSR1 it saves once more and ends, with
+status 0. What the options leave open comes from MAX_STEPS, SAVE_STEPS, STEP_SECONDS and SAVE_SECONDS in the environment,
+so that a job script needn't pass it on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import struct
 import sys
 import time
@@ -30,6 +32,9 @@ FILES = (
 
 
 def main() -> None:
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: told.append(number))
     options = arguments()
     state = {"global_step": 0, "max_steps": options.max_steps, "log_history": []}
     say(f"process {os.getpid()}")
@@ -40,10 +45,14 @@ def main() -> None:
         time.sleep(options.step_seconds)
         state["global_step"] = step
         state["log_history"].append({"step": step, "loss": round(4 / (1 + step / 10), 4)})
-        if step % options.save_steps == 0 or step == options.max_steps:
+        saving = step % options.save_steps == 0 or step == options.max_steps or bool(told)
+        if saving:
             save = options.output_dir / f"checkpoint-{step}"
             say(f"saving {save.name}")
             write_save(save, state, options.save_seconds / len(FILES))
+        if saving and told:
+            say(f"told to end by {signal.Signals(told[0]).name}")
+            break
     say(f"ended at step {state['global_step']}")
 
 
