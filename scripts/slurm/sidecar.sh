@@ -10,6 +10,7 @@
 #   training ends by itself                    the watch's step is told through SLURM: an srun that gets SIGTERM kills its
 #                                              tasks instead. It lingers here, too.
 #
+# What the steps print after bash has died goes nowhere: give each srun an --output of its own if you want it.
 # Where a save takes longer than a -linger that KillWait leaves room for, take srun.sh.
 #SBATCH --job-name=finetune
 #SBATCH --nodes=2

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from publishd import __version__
@@ -175,8 +175,9 @@ def _watch_options(options: Options) -> WatchOptions:
 async def _run_command(options: Options, store: Store, signals: Signals) -> int:
     from publishd.run import RunOptions, run
 
+    watch_options = replace(_watch_options(options), keep=None)  # it prunes once, at the end
     run_options = RunOptions(options.command, options.environ, options.forward, options.keep or None)
-    return await run(store, FRAMEWORKS[options.framework], _watch_options(options), run_options, signals)
+    return await run(store, FRAMEWORKS[options.framework], watch_options, run_options, signals)
 
 
 async def _env(options: Options, _store: None, _signals: Signals) -> int:
