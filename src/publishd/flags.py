@@ -101,10 +101,13 @@ def positive_duration(text: str) -> float:
     return seconds
 
 
+MAX_UNSIGNED = 2**64 - 1
+
+
 def unsigned(text: str) -> int:
     """An unsigned 64-bit decimal. Raises ValueError."""
-    if not re.fullmatch("[0-9]{1,20}", text, re.ASCII) or int(text) > 2**64 - 1:
-        raise ValueError("must be a decimal number from 0 to 18446744073709551615")
+    if not re.fullmatch("[0-9]{1,20}", text, re.ASCII) or int(text) > MAX_UNSIGNED:
+        raise ValueError(f"must be a decimal number from 0 to {MAX_UNSIGNED}")
     return int(text)
 
 

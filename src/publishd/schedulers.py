@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from publishd.errors import UsageError
-from publishd.flags import unsigned
+from publishd.flags import MAX_UNSIGNED, unsigned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,7 +22,10 @@ def _slurm(environ: Mapping[str, str]) -> tuple[str, int]:
     restart = _number(environ, "SLURM_RESTART_COUNT", "0")
     if restart >= _RESTARTS:
         raise UsageError("bad variable", "SLURM_RESTART_COUNT", f"must be less than {_RESTARTS}")
-    return f"{job}.{restart}", job * _RESTARTS + restart
+    epoch = job * _RESTARTS + restart
+    if epoch > MAX_UNSIGNED:
+        raise UsageError("bad variable", "SLURM_JOB_ID", f"must be at most {MAX_UNSIGNED // _RESTARTS}, restarts counted")
+    return f"{job}.{restart}", epoch
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
