@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from commands import ATTEMPT, EPOCH, Root, eventually, require, require_program
+from commands import ATTEMPT, EPOCH, Root, eventually, require
+from hanging import hanging as hanging_when
 from services.systemd import ROOTS, System, system
 
 if TYPE_CHECKING:
@@ -25,31 +26,6 @@ UNITS = Path(__file__).parent.parent / "systemd"
 SERVICES = sorted(path for path in UNITS.iterdir() if path.suffix == ".service")
 FILES = sorted(path for path in UNITS.iterdir() if path.suffix in (".service", ".timer"))
 PUBLISHD, ALICE = 4711, 4712
-
-# Opens below a folder wait for as long as a file named like the folder, with .hang behind it, stands beside it.
-HANG = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
-static void hang(const char *path) {
-    const char *folder = getenv("HANG_FOLDER"), *flag = getenv("HANG_FLAG");
-    if (folder && flag && !strncmp(path, folder, strlen(folder)))
-        while (!access(flag, F_OK)) usleep(10000);
-}
-#define OPEN(name) \
-    int name(const char *path, int flags, ...) { \
-        va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest); \
-        hang(path); \
-        return ((int (*)(const char *, int, ...)) dlsym(RTLD_NEXT, #name))(path, flags, mode); \
-    }
-OPEN(open)
-OPEN(open64)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +97,8 @@ def service(booted: System, request: pytest.FixtureRequest) -> Iterator[Service]
 def hanging(service: Service) -> Path:
     """The file that makes the store of a service hang for as long as it stands."""
     library, flag = service.booted.roots / "hang.so", service.booted.roots / f"{service.name}.hang"
-    if not library.exists():
-        command = [require_program("gcc", "gcc"), "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library), "-ldl"]
-        subprocess.run(command, input=HANG, text=True, check=True)
-    variables = (f"LD_PRELOAD={ROOTS}/hang.so", f"HANG_FOLDER={service.inside}", f"HANG_FLAG={ROOTS}/{flag.name}")
-    service.drop_in(*(f"Environment={variable}" for variable in variables))
+    variables = hanging_when(library, service.inside, f"{ROOTS}/{flag.name}") | {"LD_PRELOAD": f"{ROOTS}/{library.name}"}
+    service.drop_in(*(f"Environment={name}={value}" for name, value in variables.items()))
     return flag
 
 
