@@ -242,34 +242,15 @@ def test_the_demo_goes_as_it_tells(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-SAVES_AT_SIGTERM = """\
-import os, signal, sys, time
-out = sys.argv[sys.argv.index("--output_dir") + 1]
-
-def save(step):
-    os.makedirs(f"{out}/checkpoint-{step}")
-    open(f"{out}/checkpoint-{step}/trainer_state.json", "w").write('{"global_step": %d}' % step)
-
-def last(*_):
-    save(20)
-    sys.exit(0)
-
-signal.signal(signal.SIGTERM, last)
-save(10)
-time.sleep(60)
-"""
-
-
-def test_the_reference_s_script_hands_sigterm_on(empty: Root, tmp_path: Path) -> None:
+def test_slurm_s_script_with_a_trap_hands_sigterm_on(tmp_path: Path) -> None:
     """The shell alone is told: the trainer saves once more, the watch publishes it, and the script goes on to its end."""
-    reference = (Path(__file__).parent.parent / "docs" / "reference.md").read_text()
-    block = next(part.partition("```")[0] for part in reference.split("```bash\n")[1:] if "trap " in part)
-    script = tmp_path / "job.sh"
-    script.write_text(block.replace("/lustre/team/finetune", str(empty.path)))
-    with Job(empty, trainer(tmp_path, SAVES_AT_SIGTERM), script=script) as job:
-        eventually((empty.execution / "checkpoint-10" / "trainer_state.json").exists, "the first save", 60)
-        job.child("watch")
+    root = Root(tmp_path / "root", "4101.0")
+    root.path.mkdir()
+    script = JOB_SCRIPT.parent.parent / "scripts" / "slurm" / "trap.sh"
+    with Job(root, script=script, SLURM_JOB_ID="4101", MAX_STEPS="100000", SAVE_STEPS="100") as job:
+        eventually((root.execution / "checkpoint-100" / "trainer_state.json").exists, "the first save", 60)
         eventually(lambda: "watching: " in job.log, "the watch", 60)
         job.process.terminate()
-        job.ended().succeeded()
-    assert empty.steps == [10, 20]
+        ended = job.ended().succeeded()
+    assert b"told to end by SIGTERM" in ended.out
+    assert root.steps == sorted(int(save.name.partition("-")[2]) for save in root.execution.iterdir())
