@@ -38,28 +38,27 @@ def booted() -> Iterator[System]:
 class Service:
     """One instance of the template for folders, with a root of its own that belongs to its account."""
 
-    def __init__(self, booted: System, name: str, *, user: int = PUBLISHD) -> None:
-        self.booted, self.name = booted, name
-        self.inside = f"{ROOTS}/{name}"
-        self.root = Root(booted.roots / name).make()
-        for path in (self.root.path, self.root.path / "exec", self.root.execution):
-            os.chown(path, user, user)
-        self.instance = f"srv-roots-{name}"
+    def __init__(self, booted: System, inside: str, *, user: int = PUBLISHD) -> None:
+        self.booted, self.inside = booted, inside
+        self.root = Root(Path(f"{booted.inside}{inside}")).make()
+        subprocess.run(["chown", "-R", f"{user}:{user}", str(self.root.path)], check=True)
+        self.instance = booted.call("systemd-escape", "--path", inside).stdout.strip()
         self.unit = f"publishd@{self.instance}.service"
+        self._drop_ins = 0
         self.drop_in(f"User={user}")
         self.configure()
 
     def configure(self, flags: str = "-interval 200ms", *, epoch: str = str(EPOCH), attempt: str = ATTEMPT) -> None:
         variables = f"DISPATCH_ATTEMPT={attempt}\nDISPATCH_EPOCH={epoch}\nFRAMEWORK=hf\nFLAGS={flags}\nKEEP=2\n"
-        self.booted.write(f"/etc/publishd/{self.instance}.env", variables)
+        self.booted.write(self.environment_file, variables)
 
-    def drop_in(self, *lines: str, unit: str = "", section: str = "Service") -> None:
-        text = f"[{section}]\n" + "\n".join(lines) + "\n"
-        folder = f"/run/units/{unit or self.unit}.d"
-        number = (
-            len(list(Path(f"{self.booted.inside}{folder}").glob("*"))) if Path(f"{self.booted.inside}{folder}").exists() else 0
-        )
-        self.booted.write(f"{folder}/{number}.conf", text)
+    @property
+    def environment_file(self) -> str:
+        return f"/etc/publishd{self.inside}.env"
+
+    def drop_in(self, *lines: str) -> None:
+        self._drop_ins += 1
+        self.booted.write(f"/run/units/{self.unit}.d/{self._drop_ins}.conf", "\n".join(["[Service]", *lines, ""]))
         self.booted.systemctl("daemon-reload")
 
     def start(self) -> None:
@@ -87,7 +86,8 @@ class Service:
 
 @pytest.fixture
 def service(booted: System, request: pytest.FixtureRequest) -> Iterator[Service]:
-    made = Service(booted, f"r{abs(hash(request.node.name)):x}")
+    """One whose root has a dash in its name, which its instance must escape."""
+    made = Service(booted, f"{ROOTS}/{request.node.name}/fine-tune")
     yield made
     booted.call("systemctl", "kill", "--signal=KILL", made.unit)
     booted.call("systemctl", "stop", made.unit)
@@ -96,10 +96,10 @@ def service(booted: System, request: pytest.FixtureRequest) -> Iterator[Service]
 @pytest.fixture
 def hanging(service: Service) -> Path:
     """The file that makes the store of a service hang for as long as it stands."""
-    library, flag = service.booted.roots / "hang.so", service.booted.roots / f"{service.name}.hang"
-    variables = hanging_when(library, service.inside, f"{ROOTS}/{flag.name}") | {"LD_PRELOAD": f"{ROOTS}/{library.name}"}
+    flag = f"{service.inside}.hang"
+    variables = hanging_when(service.booted.roots / "hang.so", service.inside, flag) | {"LD_PRELOAD": f"{ROOTS}/hang.so"}
     service.drop_in(*(f"Environment={name}={value}" for name, value in variables.items()))
-    return flag
+    return Path(f"{service.booted.inside}{flag}")
 
 
 # The files
@@ -128,6 +128,7 @@ def test_a_unit_may_do_little(unit: Path) -> None:
 
 def test_start_waits_for_the_first_scan_and_the_status_tells_how_it_goes(service: Service) -> None:
     """`systemctl start` returns with the watch ready; then saves seen, published and pending, and the last one's age."""
+    service.drop_in("WatchdogSec=4s")
     (service.root.execution / "checkpoint-9").mkdir()
     service.start()
     assert service.show("ActiveState") == "active"
@@ -165,6 +166,19 @@ def test_a_watch_whose_store_hangs_is_restarted_and_goes_on(service: Service, ha
     service.publishes(6)
     eventually(lambda: service.show("ActiveState") == "active")
     assert service.root.steps == [5, 6]
+
+
+def test_a_first_scan_that_never_ends_is_given_up_and_tried_again(service: Service, hanging: Path) -> None:
+    """It does not wait for the store for ever, nor does it stay failed."""
+    service.configure("-interval 200ms -drain 1s")
+    service.drop_in("TimeoutStartSec=1s", "RestartSec=200ms")
+    hanging.touch()
+    service.booted.systemctl("start", "--no-block", service.unit)
+    eventually(lambda: service.restarts >= 1, "a restart", 30)
+    assert "start operation timed out" in service.journal
+    hanging.unlink()
+    service.publishes(5)
+    eventually(lambda: service.show("ActiveState") == "active")
 
 
 def outlives_its_watchdog(service: Service) -> None:
@@ -236,9 +250,17 @@ def test_bad_configuration_is_not_tried_again(service: Service) -> None:
 
 def test_a_missing_environment_file_is_an_error(service: Service) -> None:
     """The journal tells why nothing was started."""
-    os.unlink(f"{service.booted.inside}/etc/publishd/{service.instance}.env")
+    os.unlink(f"{service.booted.inside}{service.environment_file}")
     assert service.booted.call("systemctl", "start", service.unit).returncode != 0
     assert "Failed to load environment files" in service.journal
+
+
+def test_a_missing_root_is_an_error(service: Service) -> None:
+    """The journal names it; nothing is started that could only write elsewhere."""
+    shutil.rmtree(service.root.path)
+    assert service.booted.call("systemctl", "start", service.unit).returncode != 0
+    assert f"{service.inside}: No such file or directory" in service.journal
+    assert not service.root.path.exists()
 
 
 def test_one_that_always_fails_is_given_up(service: Service) -> None:
@@ -252,23 +274,44 @@ def test_one_that_always_fails_is_given_up(service: Service) -> None:
 
 
 def test_it_writes_below_its_root_and_nowhere_else(service: Service) -> None:
-    """Not into a folder that everybody may write into, nor below another root."""
-    other = service.booted.roots / "everybodys"
-    other.mkdir(exist_ok=True)
+    """Not into a folder that everybody may write into."""
+    other = service.root.path.with_name("everybodys")
+    other.mkdir()
     other.chmod(0o777)
-    tries = (f"! touch {ROOTS}/everybodys/x", f"touch {service.inside}/x", "! touch /var/tmp/../../run/x", "test ! -w /etc")
+    below = Path(service.inside)
+    tries = (f"! touch {below.with_name('everybodys')}/x", f"touch {below}/x")
     service.drop_in(*(f"ExecStartPre=/bin/sh -c '{what}'" for what in tries))
     service.start()
     service.publishes(5)
     assert list(other.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["/home/team/root", f"{ROOTS}/the team-a/fine-tüne 100% _.x"], ids=["home", "name"])
+def test_a_root_may_be_anywhere_and_have_any_name(booted: System, path: str) -> None:
+    """In a home, which is read-only else; with blanks, dashes and letters that systemd must escape."""
+    service = Service(booted, path)
+    service.start()
+    service.publishes(5)
+    service.stop()
+    assert service.show("Result") == "success"
+
+
+def test_a_marker_that_a_child_must_decode_is_decoded(service: Service) -> None:
+    """What a watch may not do does not keep it from anything that it must."""
+    service.start()
+    save = service.root.execution / "checkpoint-5"
+    save.mkdir()
+    (save / "trainer_state.json").write_text(f'{{"log_history": ["{"x" * (65 << 20)}"], "global_step": 5}}')
+    eventually(lambda: service.root.steps == [5], f"step 5 in {service.journal}", 30)
+
+
 def test_the_account_is_chosen_by_a_drop_in(booted: System) -> None:
-    """What it makes belongs to whoever trains."""
-    alices = Service(booted, "alices", user=ALICE)
+    """What it makes belongs to whoever trains, and all may read it who may read the root."""
+    alices = Service(booted, f"{ROOTS}/alices", user=ALICE)
     alices.start()
     alices.publishes(5)
-    assert (alices.root.path / "pub" / alices.root.pub[0]).stat().st_uid == ALICE
+    made = (alices.root.path / "pub").stat()
+    assert (made.st_uid, made.st_mode & 0o777) == (ALICE, 0o755)
     alices.stop()
     assert alices.show("Result") == "success"
 

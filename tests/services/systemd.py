@@ -56,7 +56,7 @@ mkdir -p "$R/opt/publishd/bin" "$R/etc/publishd" "$R{_UNITS}/tests.target.wants"
 cat >"$R/opt/publishd/bin/publishd" <<'PROGRAM'
 #!/bin/sh
 export PYTHONPATH=/opt/publishd/source:/opt/publishd/packages LD_LIBRARY_PATH=/opt/python/lib
-exec /opt/python/bin/python3 -m publishd "$@"
+exec /opt/python/bin/python{sys.version_info.major}.{sys.version_info.minor} -m publishd "$@"
 PROGRAM
 chmod 755 "$R/opt/publishd/bin/publishd"
 echo 'publishd:x:4711:4711::/:/usr/sbin/nologin' >>"$R/etc/passwd"
