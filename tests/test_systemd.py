@@ -215,7 +215,7 @@ def test_a_watch_that_scans_seldom_is_not_restarted(service: Service) -> None:
 def test_a_long_drain_is_not_cut_off(service: Service, hanging: Path) -> None:
     """1. It is stopped while its store hangs. 2. TimeoutStopSec is over, -drain is not. 3. The store answers."""
     service.configure("-interval 1h -drain 60s")
-    service.drop_in("TimeoutStopSec=2s", "WatchdogSec=0")
+    service.drop_in("TimeoutStopSec=2s", "WatchdogSec=2s")
     service.start()
     service.root.hf(5)
     hanging.touch()
@@ -294,6 +294,17 @@ def test_a_root_may_be_anywhere_and_have_any_name(booted: System, path: str) -> 
     service.publishes(5)
     service.stop()
     assert service.show("Result") == "success"
+
+
+def test_the_example_of_an_environment_file_is_enough(service: Service) -> None:
+    """It starts a watch as it is, of the attempt and the epoch it names."""
+    root = Root(service.root.path, attempt="4101.0")
+    root.hf(5)
+    subprocess.run(["chown", "-R", f"{PUBLISHD}:{PUBLISHD}", str(root.path)], check=True)
+    service.booted.write(service.environment_file, (UNITS / "publishd.env.example").read_text())
+    service.start()
+    eventually(lambda: root.pub, f"an entry, {service.journal}")
+    assert root.pub[0].startswith("00000000004101000000-00000000000000000005-")
 
 
 def test_a_marker_that_a_child_must_decode_is_decoded(service: Service) -> None:
