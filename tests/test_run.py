@@ -321,15 +321,18 @@ def test_each_signal_is_forwarded_once_however_often_it_comes(root: Root, tmp_pa
     """To COMMAND and not to its children; from then on a scan a second, until COMMAND ends."""
     code = "child = subprocess.Popen(['sleep', '60']); %s; Path('alive').write_text(str(child.poll())); child.kill(); save(500)"
     with Run(root, tmp_path, python(f"{code % HEAR_ALL}; sys.exit(3)")) as running:
-        running.ready()
-        for _ in range(1 if number == signal.SIGINT else 4):
+        running.ready().send(number).says(f"{number.name}: forwarded")
+        last = signal.SIGUSR2 if number == signal.SIGUSR1 else signal.SIGUSR1
+        for _ in range(0 if number == signal.SIGINT else 3):  # a second SIGINT has a meaning of its own
             running.send(number)
-        eventually(lambda: running.heard == [number.name])
+            time.sleep(0.1)  # in which it would be forwarded
+        running.send(last)
+        eventually(lambda: last.name in running.heard)
         root.hf(400)
         eventually(lambda: root.steps == [400], "a scan meanwhile")
         (tmp_path / "end").touch()
         assert running.ended().code == 3
-        assert running.heard == [number.name]
+        assert running.heard == [number.name, last.name]
     assert root.steps == [400, 500]
     assert (tmp_path / "alive").read_text() == "None"
 
@@ -367,13 +370,14 @@ def test_a_bad_map_is_a_usage_error(root: Root, value: str) -> None:
     assert os.listdir(root.path) == ["exec"]
 
 
-def test_a_command_that_saves_and_ends_when_told(root: Root, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_command_that_saves_and_ends_when_told(root: Root, tmp_path: Path, number: signal.Signals) -> None:
     """Its last save is published, its status is kept, and nothing is pruned: there may be no time."""
     for step in (1, 2, 3):
         root.publish(root.hf(step), step)
-    code = "signal.signal(15, lambda *_: (save(500), os._exit(0))); Path('ready').touch(); wait('never')"
-    with Run(root, tmp_path, python(code), "-keep", "1") as running:
-        ended = running.ready().send(signal.SIGTERM).ended()
+    code = "signal.signal(%d, lambda *_: (save(500), os._exit(0))); Path('ready').touch(); wait('never')"
+    with Run(root, tmp_path, python(code % number), "-keep", "1") as running:
+        ended = running.ready().send(number).ended()
     assert ended.code == 0
     assert root.steps == [1, 2, 3, 500]
 
