@@ -170,7 +170,7 @@ def test_a_watch_whose_store_hangs_is_restarted_and_goes_on(service: Service, ha
 def test_a_first_scan_that_never_ends_is_given_up_and_tried_again(service: Service, hanging: Path) -> None:
     """It does not wait for the store for ever, nor does it stay failed."""
     service.configure("-interval 200ms -drain 1s")
-    service.drop_in("TimeoutStartSec=1s", "RestartSec=200ms")
+    service.drop_in("TimeoutStartSec=3s", "RestartSec=200ms")
     hanging.touch()
     service.booted.systemctl("start", "--no-block", service.unit)
     eventually(lambda: service.restarts >= 1, "a restart", 30)
@@ -181,20 +181,20 @@ def test_a_first_scan_that_never_ends_is_given_up_and_tried_again(service: Servi
 
 
 def outlives_its_watchdog(service: Service) -> None:
-    """Wait until the watchdog was fed for three times its time, without a restart."""
+    """Wait until the watchdog was fed for more than twice its time, without a restart."""
 
     def fed() -> int:
         return int(service.show("WatchdogTimestampMonotonic"))
 
     first = fed()
-    eventually(lambda: fed() - first > 3_500_000, "a fed watchdog", 30)
+    eventually(lambda: fed() - first > 5_000_000, "a fed watchdog", 30)
     assert service.restarts == 0
     assert service.show("ActiveState") == "active"
 
 
 def test_a_watch_whose_scans_only_fail_is_not_restarted(service: Service) -> None:
     """A root that can't be read is said, and no reason to begin anew."""
-    service.drop_in("WatchdogSec=1s")
+    service.drop_in("WatchdogSec=2s")
     service.start()
     service.root.path.chmod(0)
     eventually(lambda: "cannot list" in service.show("StatusText"), seconds=30)
@@ -206,7 +206,7 @@ def test_a_watch_whose_scans_only_fail_is_not_restarted(service: Service) -> Non
 def test_a_watch_that_scans_seldom_is_not_restarted(service: Service) -> None:
     """Between scans it is idle, not dead."""
     service.configure("-interval 1h")
-    service.drop_in("WatchdogSec=1s")
+    service.drop_in("WatchdogSec=2s")
     service.start()
     outlives_its_watchdog(service)
 
