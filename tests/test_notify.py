@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import pytest
 
-from commands import Root, Watch, environment, eventually
+from commands import ORDINARY_USER, Root, Watch, environment, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,6 +84,15 @@ def test_the_watchdog_is_fed_while_scans_only_fail(tmp_path: Path, manager: Mana
     with Watch(Root(tmp_path / "missing"), env=told(manager, WATCHDOG_USEC="400000")):
         eventually(lambda: manager.heard.count("WATCHDOG=1") >= 8)
         assert "No such file" in manager.hears("missing")
+
+
+def test_what_cannot_be_published_is_in_the_status(root: Root, manager: Manager) -> None:
+    """An operator sees why something is pending, without the journal."""
+    for folder in ("pub", "prune"):
+        (root.path / folder).mkdir(mode=0o555)
+    root.hf(500)
+    with Watch(root, env=told(manager, WATCHDOG_USEC="400000"), prefix=ORDINARY_USER):
+        assert "1 pending" in manager.hears("Permission denied")
 
 
 def test_the_watchdog_of_another_process_is_not_fed(root: Root, manager: Manager) -> None:

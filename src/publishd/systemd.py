@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 _TELL_INTERVAL = 10.0
 _BEATS = 4
-"""How often a watchdog's time is fed; a scan that takes longer than one of the spaces between is not fed for."""
+"""How often the watchdog is fed in its time."""
+_SCAN_SHARE = 3
+"""A scan that takes longer than this part of the watchdog's time is not fed for: longer than a space between two beats,
+lest a beat just misses the beginnings of scans that are slow, and no more."""
 
 
 class ServiceManager:
@@ -35,7 +38,9 @@ class ServiceManager:
         watchdog = environ.get("WATCHDOG_USEC", "")
         is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self._watched = is_ours and watchdog.isascii() and watchdog.isdigit() and int(watchdog) > 0
-        self._interval = min(_TELL_INTERVAL, int(watchdog) / 1e6 / _BEATS) if self._watched else _TELL_INTERVAL
+        time = int(watchdog) / 1e6 if self._watched else 0.0
+        self._interval = min(_TELL_INTERVAL, time / _BEATS) if self._watched else _TELL_INTERVAL
+        self._scan_limit = time / _SCAN_SHARE
 
     async def follow(self, watcher: Watcher, stop: asyncio.Event, seconds: float) -> None:
         """Tell how the watch is doing for as long as it goes on; from `stop` on it may take so many more seconds."""
@@ -46,7 +51,7 @@ class ServiceManager:
         await asyncio.wait((ready, stopping), return_when=asyncio.FIRST_COMPLETED)
         self._tell("READY=1")
         while not stopping.done():
-            alive = ["WATCHDOG=1"] if self._watched and watcher.scanning_for() < self._interval else []
+            alive = ["WATCHDOG=1"] if self._watched and watcher.scanning_for() < self._scan_limit else []
             self._tell(*alive, f"STATUS={watcher.status()}")
             await asyncio.wait((stopping,), timeout=self._interval)
         self._tell("STOPPING=1", f"EXTEND_TIMEOUT_USEC={seconds * 1e6:.0f}")

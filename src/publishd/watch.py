@@ -148,7 +148,9 @@ class Watcher:
         age = "no publication by this watch yet"
         if self._last_published is not None:
             age = f"last publication {asyncio.get_running_loop().time() - self._last_published:.0f} s ago"
-        trouble = f"; {self._trouble}" if self._trouble else ""
+        failed = max((save for save in self._saves.values() if save.failure), key=lambda save: save.step, default=None)
+        trouble = self._trouble or (failed.failure if failed else "")
+        trouble = f"; {trouble}" if trouble else ""
         return f"{published + pending} saves seen, {published} published, {pending} pending; {age}{trouble}"
 
     # Scanning
