@@ -147,28 +147,16 @@ class Watchable(Protocol):
     def dcp(self, step: int) -> Path | str: ...
 
 
-class Watch:
-    """A watch in the background. Leaving the `with` block kills one that still runs."""
+class Background:
+    """A command in the background. Leaving the `with` block kills one that still runs."""
 
-    def __init__(
-        self,
-        root: Watchable,
-        framework: str = "hf",
-        *flags: str,
-        interval: str = "100ms",
-        env: Mapping[str, str] | None = None,
-        prefix: Sequence[str] = (),
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: str, env: Mapping[str, str], prefix: Sequence[str] = (), **options: Any) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
-        self._make_save = root.hf if framework == "hf" else root.dcp
-        self._root, self._scans = root, 0
-        arguments = ["watch", "-checkpoint", str(root.path), "-framework", framework, "-interval", interval]
         self.process = subprocess.Popen(
-            [*prefix, PUBLISHD, *arguments, *root.flags, *flags],
-            env=environment(**root.environ) if env is None else env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            [*prefix, PUBLISHD, *arguments],
+            env=env,
+            stdin=options.pop("stdin", subprocess.DEVNULL),
+            stdout=options.pop("stdout", subprocess.PIPE),
             stderr=options.pop("stderr", self._log),
             **options,
         )
@@ -189,7 +177,7 @@ class Watch:
         return os.pread(self._log.fileno(), 1 << 24, 0).decode("utf-8", "backslashreplace")
 
     def says(self, text: str, *, times: int = 1, seconds: float = 20) -> Self:
-        """Wait until the watch has said this so often."""
+        """Wait until it has said this so often."""
 
         def said() -> bool:
             assert self.process.poll() is None or self.log.count(text) >= times, (
@@ -198,17 +186,6 @@ class Watch:
             return self.log.count(text) >= times
 
         eventually(said, f"{text!r} in the log", seconds)
-        return self
-
-    def watching(self) -> Self:
-        """Wait until it has begun."""
-        return self.says("watching: ")
-
-    def scanned(self) -> Self:
-        """Wait for a whole scan that begins after this call: until a save older than all others (step 1, 2 …) is published."""
-        self._scans += 1
-        self._make_save(self._scans)
-        eventually(lambda: self._scans in self._root.steps, "a whole scan")
         return self
 
     def send(self, number: int = signal.SIGTERM) -> Self:
@@ -221,7 +198,36 @@ class Watch:
 
     def ended(self, seconds: float = 40) -> Ran:
         out, _ = self.process.communicate(timeout=seconds)
-        return Ran(self.process.returncode, out, self.log.encode())
+        return Ran(self.process.returncode, out or b"", self.log.encode())
+
+
+class Watch(Background):
+    """A watch in the background."""
+
+    def __init__(
+        self,
+        root: Watchable,
+        framework: str = "hf",
+        *flags: str,
+        interval: str = "100ms",
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        self._make_save = root.hf if framework == "hf" else root.dcp
+        self._root, self._scans = root, 0
+        arguments = ["watch", "-checkpoint", str(root.path), "-framework", framework, "-interval", interval]
+        super().__init__(*arguments, *root.flags, *flags, env=environment(**root.environ) if env is None else env, **options)
+
+    def watching(self) -> Self:
+        """Wait until it has begun."""
+        return self.says("watching: ")
+
+    def scanned(self) -> Self:
+        """Wait for a whole scan that begins after this call: until a save older than all others (step 1, 2 …) is published."""
+        self._scans += 1
+        self._make_save(self._scans)
+        eventually(lambda: self._scans in self._root.steps, "a whole scan")
+        return self
 
 
 class Root:

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from commands import ATTEMPT, EPOCH, ORDINARY_USER, PUBLISHD, Ran, Root, environment, eventually, require, require_program
+from commands import (
+    ATTEMPT,
+    EPOCH,
+    ORDINARY_USER,
+    PUBLISHD,
+    Background,
+    Ran,
+    Root,
+    environment,
+    eventually,
+    require,
+    require_program,
+)
 from faulty_calls import FOREVER, faulty
 from hanging import hanging
 
@@ -49,8 +61,8 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", PRELUDE + code)
 
 
-class Run:
-    """A run in the background, in a folder of its own. Leaving the `with` block kills one that still goes on."""
+class Run(Background):
+    """A run in the background, in a folder of its own."""
 
     def __init__(
         self,
@@ -60,36 +72,11 @@ class Run:
         *flags: str,
         interval: str = "1h",
         env: Mapping[str, str] | None = None,
-        prefix: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.folder = folder
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         arguments = ["run", "-checkpoint", str(root.path), "-framework", "hf", "-interval", interval, *flags, "--", *command]
-        self.process = subprocess.Popen(
-            [*prefix, PUBLISHD, *arguments],
-            env=environment() if env is None else env,
-            cwd=folder,
-            stdin=options.pop("stdin", subprocess.DEVNULL),
-            stdout=options.pop("stdout", subprocess.PIPE),
-            stderr=self._log,
-            **options,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        if self.process.stdout:
-            self.process.stdout.close()
-        self._log.close()
-
-    @property
-    def log(self) -> str:
-        return os.pread(self._log.fileno(), 1 << 24, 0).decode("utf-8", "backslashreplace")
+        super().__init__(*arguments, env=environment() if env is None else env, cwd=folder, **options)
 
     @property
     def heard(self) -> list[str]:
@@ -103,23 +90,6 @@ class Run:
         """Wait until COMMAND hears signals, and the watch has begun."""
         eventually((self.folder / "ready").exists, "COMMAND")
         return self.says("watching: ")
-
-    def says(self, text: str) -> Self:
-        def said() -> bool:
-            assert self.process.poll() is None or text in self.log, f"it ended ({self.process.returncode}):\n{self.log}"
-            return text in self.log
-
-        eventually(said, f"{text!r} in the log")
-        return self
-
-    def send(self, *numbers: int) -> Self:
-        for number in numbers:
-            self.process.send_signal(number)
-        return self
-
-    def ended(self, seconds: float = 40) -> Ran:
-        out, _ = self.process.communicate(timeout=seconds)
-        return Ran(self.process.returncode, out or b"", self.log.encode())
 
 
 def of(root: Root, *command: str, **options: Any) -> Ran:
@@ -411,7 +381,7 @@ def test_a_command_that_never_ends_is_watched_until_it_is_killed(root: Root, tmp
         "signal.signal(15, signal.SIG_IGN); Path('pid').write_text(str(os.getpid())); hear(); wait('go'); save(500); wait('no')"
     )
     with Run(root, tmp_path, python(code)) as running:
-        running.ready().send(signal.SIGTERM, signal.SIGTERM).says("SIGTERM: forwarded")
+        running.ready().send(signal.SIGTERM).send(signal.SIGTERM).says("SIGTERM: forwarded")
         (tmp_path / "go").touch()
         eventually(lambda: root.steps == [500])
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
