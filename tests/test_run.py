@@ -420,7 +420,11 @@ def is_running(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread has just ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def test_b68_a_signal_to_the_child_before_it_is_command_is_the_child_s(root: Root, tmp_path: Path) -> None:
