@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 pytest.register_assert_rewrite("contract", "commands")
 
@@ -25,10 +26,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from xdist.remote import Producer
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests under a real system, which one worker runs and mostly waits in, begin first."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+REAL_SYSTEMS = ("tests/test_slurm.py", "tests/test_systemd.py", "tests/test_nfs.py")
+"""Tests under a system that is started for all of a file, and in which they mostly wait."""
+
+
+class RealSystemsTogether(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
+    """Gives all tests of such a file to one worker, first; every other test to whoever is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return file if file in REAL_SYSTEMS else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> RealSystemsTogether:
+    """The groups of xdist itself are lost with pytest 9.2, which has no `_nodeid` any more (seen with xdist 3.8)."""
+    return RealSystemsTogether(config, log)
 
 
 @pytest.fixture

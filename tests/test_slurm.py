@@ -20,7 +20,8 @@ from services.slurm import Cluster, JobState, cluster
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.xdist_group("slurm")
+# A test waits for its own job only, but the first for its cluster and for two dozen jobs at once.
+pytestmark = pytest.mark.timeout(500)
 
 SCRIPTS = Path(__file__).parent.parent / "scripts" / "slurm"
 PATH = f"{BIN}:/usr/local/bin:/usr/bin:/bin"
@@ -97,7 +98,7 @@ class Execution:
         self.root = Root(folder / "root")
         self.root.path.mkdir(parents=True)
         (folder / "train.py").write_text(trainer)
-        self.job = 0
+        self.job, self.attempt = 0, ""
 
     @property
     def log(self) -> str:
@@ -111,6 +112,7 @@ class Execution:
         defaults = {"MAX_STEPS": "100000", "SAVE_STEPS": "20", "STEP_SECONDS": "0.05", "SAVE_SECONDS": "0.4"}
         given = {"CKPT": str(self.root.path), "PATH": PATH, **defaults, **variables}
         self.job = self.slurm.submit(script, self.folder / "log", "--open-mode=append", *options, folder=self.folder, **given)
+        self.attempt = self.attempt or variables.get("DISPATCH_ATTEMPT") or f"{self.job}.0"
         return self.job
 
     def says(self, text: str, *, times: int = 1, seconds: float = 120) -> None:
@@ -124,9 +126,9 @@ class Execution:
 
     @property
     def whole(self) -> set[str]:
-        """Every complete save there is, whoever wrote it: its path below the root."""
+        """Every complete save of the first execution: its path below the root."""
         found = set()
-        for marker in self.root.path.glob("exec/*/checkpoint-*/trainer_state.json"):
+        for marker in self.first.glob("checkpoint-*/trainer_state.json"):
             try:
                 step = json.loads(marker.read_bytes())["global_step"]
             except ValueError:
@@ -137,14 +139,19 @@ class Execution:
 
     @property
     def published(self) -> list[str]:
-        """The paths of all publications, latest last."""
-        return [line.split(b"\t")[2].decode() for line in self.root.run("list").succeeded().out.splitlines()]
+        """The paths of the first execution's publications, latest last."""
+        paths = [line.split(b"\t")[2].decode() for line in self.root.run("list").succeeded().out.splitlines()]
+        return [path for path in paths if path.startswith(f"exec/{self.first.name}/")]
 
     @property
     def last_saved(self) -> str:
         """The save that the first execution's trainer was writing last."""
-        first = min((self.root.path / "exec").iterdir(), key=lambda path: path.stat().st_ctime_ns)
-        return max((path.name for path in first.iterdir()), key=lambda name: int(name.rpartition("-")[2]))
+        return max((path.name for path in self.first.iterdir()), key=lambda name: int(name.rpartition("-")[2]))
+
+    @property
+    def first(self) -> Path:
+        """The folder of the first execution."""
+        return self.root.path / "exec" / self.attempt
 
 
 @dataclass

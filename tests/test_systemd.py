@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from s3_roots import S3Root
 
-pytestmark = pytest.mark.xdist_group("systemd")
-
 UNITS = Path(__file__).parent.parent / "systemd"
 SERVICES = sorted(path for path in UNITS.iterdir() if path.suffix == ".service")
 FILES = sorted(path for path in UNITS.iterdir() if path.suffix in (".service", ".timer"))
