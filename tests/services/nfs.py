@@ -213,10 +213,16 @@ class Guest:
 
     def pause(self) -> None:
         """It hangs, with all that runs on it."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        os.kill(self._kernel(), signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
+        os.kill(self._kernel(), signal.SIGCONT)
+
+    def _kernel(self) -> int:
+        """The process that is the guest's kernel; those that are its programs stand still without it."""
+        keeper = self._process.pid
+        (kernel,) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        return int(kernel)
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):

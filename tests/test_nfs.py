@@ -1,0 +1,239 @@
+"""Watching from elsewhere over NFS: training writes on one client, publishd runs on another, and both cache what they saw.
+
+Both are real kernels, and so is the server; the mount options are the defaults. What stands on the server's own disk is the truth.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from commands import ATTEMPT, EPOCH, Ran, eventually
+from services.nfs import Guest, Lab, Running, lab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.xdist_group("nfs")
+
+MARKERS = {"hf": "trainer_state.json", "dcp": ".metadata"}
+PREFIXES = {"hf": "checkpoint-", "dcp": "step-"}
+INTERVAL = 0.5
+
+
+class Place:
+    """A checkpoint root on the share. The trainer's client writes, the other watches, and the server knows."""
+
+    def __init__(self, running: Lab, name: str) -> None:
+        self._server = running.server
+        self.trainer, self.elsewhere = running.clients
+        self.root, self._disk = f"{running.share}/{name}", f"{running.disk}/{name}"
+        self.execution = f"{self.root}/exec/{ATTEMPT}"
+        self._server.call("os:makedirs", self._disk)
+
+    def save(self, step: int, framework: str = "hf") -> str:
+        return f"{self.execution}/{PREFIXES[framework]}{step}"
+
+    def marker(self, step: int, framework: str = "hf") -> str:
+        return f"{self.save(step, framework)}/{MARKERS[framework]}"
+
+    def begin(self, step: int, framework: str = "hf") -> None:
+        """The trainer writes a save, all but its marker."""
+        self.moment()
+        self.trainer.call("os:makedirs", self.save(step, framework))
+        self.moment()
+        self.trainer.call("write", f"{self.save(step, framework)}/weights", f"weights of {step}")
+
+    def finish(self, step: int, framework: str = "hf") -> None:
+        self.moment()
+        self.trainer.call("write", self.marker(step, framework), f'{{"global_step": {step}}}')
+
+    def write(self, *steps: int) -> None:
+        for step in steps:
+            self.begin(step)
+            self.finish(step)
+
+    def moment(self) -> None:
+        """Until a change of a folder gets another time than the one before: NFSv3 tells a folder's changes by its time alone."""
+        before = self._server.call("time:time")
+        eventually(lambda: self._server.call("time:time") > before + 0.02, "another time on the server's clock")
+
+    def look(self, folder: str) -> list[str]:
+        """What the client that watches sees in a folder, opening all on the way to it as well."""
+        below = folder.removeprefix(self.root).split("/")
+        for depth in range(1, len(below)):
+            self.elsewhere.list(self.root + "/".join(below[:depth]))
+        return self.elsewhere.list(folder)
+
+    def on(self, client: Guest, command: str, *arguments: str) -> Running:
+        return client.publishd(command, self.root, *arguments, DISPATCH_ATTEMPT=ATTEMPT, DISPATCH_EPOCH=str(EPOCH))
+
+    def watch(self, framework: str = "hf", interval: str = f"{INTERVAL}s", *flags: str) -> Running:
+        """A watch on the other client, which has begun."""
+        arguments = ("-framework", framework, "-interval", interval, *flags)
+        return self.on(self.elsewhere, "watch", *arguments).says("watching: ")
+
+    def watch_once(self) -> Ran:
+        return self.on(self.elsewhere, "watch", "-framework", "hf", "-once").ended()
+
+    def on_disk(self, folder: str) -> list[str]:
+        """Names in a folder of the root, as the server has them."""
+        path = f"{self._disk}/{folder}"
+        return self._server.list(path) if self._server.exists(path) else []
+
+    @property
+    def steps(self) -> list[int]:
+        """The published steps."""
+        return [int(name.split("-")[1]) for name in self.on_disk("pub")]
+
+    @property
+    def saves(self) -> list[str]:
+        return self.on_disk(f"exec/{ATTEMPT}")
+
+    def published(self, step: int) -> None:
+        eventually(lambda: step in self.steps, f"the publication of step {step}")
+
+
+@pytest.fixture(scope="module", params=["4.2", "3"], ids=["v4.2", "v3"])
+def running(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    with lab(request.param) as started:
+        yield started
+
+
+@pytest.fixture
+def place(running: Lab, request: pytest.FixtureRequest) -> Place:
+    return Place(running, request.node.name.replace("[", "-").replace("]", ""))
+
+
+@pytest.mark.parametrize("framework", ["hf", "dcp"])
+def test_what_is_finished_elsewhere_is_published_within_the_interval_and_a_second(place: Place, framework: str) -> None:
+    """Each of several saves is published in time, though this client believes for a while that none of it exists."""
+    watch = place.watch(framework)
+    for step in range(1, 5):
+        beyond = (f"{place.root}/pub", place.execution, place.save(step, framework), place.marker(step, framework))
+        for path in beyond[0 if step == 1 else 2 :]:
+            assert not place.elsewhere.exists(path)
+        place.begin(step, framework)
+        assert place.look(place.save(step, framework)) == ["weights"]
+        assert not place.elsewhere.exists(place.marker(step, framework))
+        place.finish(step, framework)
+        finished = time.monotonic()
+        place.published(step)
+        assert time.monotonic() - finished <= INTERVAL + 1
+    watch.send().ended().succeeded(b"")
+
+
+def test_the_last_scan_sees_a_marker_that_was_just_written_elsewhere(place: Place) -> None:
+    """SIGTERM at once after the marker, which this client believes to be missing: the last scan publishes its save."""
+    place.begin(500)
+    watch = place.watch("hf", "1h")
+    assert place.elsewhere.list(place.save(500)) == ["weights"]
+    assert not place.elsewhere.exists(place.marker(500))
+    place.finish(500)
+    watch.send().ended().succeeded(b"")
+    assert place.steps == [500]
+
+
+def test_resolve_sees_at_once_what_was_published_elsewhere(place: Place) -> None:
+    """The trainer's client has seen that there is no pub/; once the other has published, resolve and list say so."""
+    assert not place.trainer.exists(f"{place.root}/pub")
+    place.on(place.trainer, "resolve").ended().succeeded(b"")
+    place.write(500)
+    place.watch_once().succeeded(b"")
+    resolved = place.on(place.trainer, "resolve").ended().succeeded()
+    assert resolved.out.decode() == place.save(500) + "\n"
+    assert [(line["step"], line["present"]) for line in place.on(place.trainer, "list", "-json").ended().succeeded().json] == [
+        (500, True)
+    ]
+
+
+def test_publish_and_prune_work_on_what_another_client_wrote(place: Place) -> None:
+    """What is pruned from elsewhere is gone from the server, with nothing left over, and the trainer's client resolves the rest."""
+    place.write(1, 2, 3)
+    for step in (1, 2, 3):
+        place.on(place.elsewhere, "publish", place.save(step), str(step)).ended().succeeded(b"")
+    assert place.steps == [1, 2, 3]
+    place.on(place.elsewhere, "prune", "-keep", "1").ended().succeeded()
+    assert (place.steps, place.on_disk("prune"), place.saves) == ([3], [], ["checkpoint-3"])
+    assert place.on(place.trainer, "resolve").ended().succeeded().out.decode() == place.save(3) + "\n"
+
+
+def test_a_file_held_open_on_the_other_client_is_pruned_all_the_same(place: Place) -> None:
+    """NFS keeps a deleted file only for the client that deletes it."""
+    place.write(1, 2)
+    place.watch_once().succeeded(b"")
+    place.trainer.call("os:open", f"{place.save(1)}/weights", 0)
+    place.on(place.elsewhere, "prune", "-keep", "1").ended().succeeded()
+    assert (place.on_disk("prune"), place.saves) == ([], ["checkpoint-2"])
+
+
+def test_a_file_held_open_where_prune_runs_is_named_and_the_next_prune_finishes(place: Place) -> None:
+    """The client keeps it as .nfs…, so its folder stays until it is closed; exit 1 says so, and nothing resolves to it."""
+    place.write(1, 2)
+    place.watch_once().succeeded(b"")
+    held = place.elsewhere.call("os:open", f"{place.save(1)}/weights", 0)
+    first = place.on(place.elsewhere, "prune", "-keep", "1").ended()
+    assert first.code == 1
+    assert "checkpoint-1: Directory not empty" in first.err, first
+    assert len(place.on_disk("prune")) == 1
+    assert place.steps == [2]
+    place.elsewhere.call("os:close", held)
+    place.on(place.elsewhere, "prune", "-keep", "1").ended().succeeded()
+    assert (place.on_disk("prune"), place.saves) == ([], ["checkpoint-2"])
+
+
+def test_two_clients_publish_the_same_saves(place: Place) -> None:
+    """Both exit 0 for every save, and each save has one entry."""
+    place.write(1, 2)
+    clients = (place.trainer, place.elsewhere)
+    both = [place.on(client, "publish", place.save(step), str(step)) for step in (1, 2) for client in clients]
+    for one in both:
+        one.ended().succeeded(b"")
+    assert place.steps == [1, 2]
+
+
+def test_two_clients_watch_the_same_execution(place: Place) -> None:
+    """Each save is published by one of them, and both end well."""
+    flags = ("-framework", "hf", "-interval", "20ms")
+    both = [place.on(client, "watch", *flags).says("watching: ") for client in (place.trainer, place.elsewhere)]
+    steps = list(range(1, 13))
+    place.write(*steps)
+    place.published(steps[-1])
+    logs = [one.send().ended().succeeded(b"").err for one in both]
+    assert place.steps == steps
+    for step in steps:
+        published = sum(log.count(f" published: {place.save(step)}:") for log in logs)
+        assert published == 1, logs
+
+
+def test_a_server_that_hangs_for_a_while_does_not_end_the_watch(place: Place, running: Lab) -> None:
+    """It waits, and afterwards publishes what is finished then."""
+    watch = place.watch("hf", "100ms")
+    place.write(1)
+    place.published(1)
+    running.server.pause()
+    time.sleep(2)  # that is how long it hangs
+    running.server.resume()
+    place.write(2)
+    place.published(2)
+    watch.send().ended().succeeded(b"")
+
+
+def test_a_watch_ends_in_time_while_the_server_hangs(place: Place, running: Lab) -> None:
+    """SIGTERM in the middle of it: exit 1 within the drain and a second, with the reason."""
+    watch = place.watch("hf", "100ms", "-drain", "2s")
+    place.write(1)
+    place.published(1)
+    running.server.pause()
+    try:
+        began = place.elsewhere.call("time:time")
+        ended = watch.send(signal.SIGTERM).ended(20)
+        took = place.elsewhere.call("time:time") - began
+    finally:
+        running.server.resume()
+    assert ended.code == 1, ended
+    assert "time ran out after 2 s" in ended.err
+    assert took <= 2 + 1
