@@ -1,6 +1,6 @@
 """Watching from elsewhere over NFS: training writes on one client, publishd runs on another, and both cache what they saw.
 
-Both are real kernels, and so is the server; the mount options are the defaults. What stands on the server's own disk is the truth.
+Both are real kernels, and so is the server; the mount options are the defaults. The truth is what stands on the server's disk.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_resolve_sees_at_once_what_was_published_elsewhere(place: Place) -> None
 
 
 def test_publish_and_prune_work_on_what_another_client_wrote(place: Place) -> None:
-    """What is pruned from elsewhere is gone from the server, with nothing left over, and the trainer's client resolves the rest."""
+    """What is pruned from elsewhere leaves nothing behind on the server, and the trainer's client resolves the rest."""
     place.write(1, 2, 3)
     for step in (1, 2, 3):
         place.on(place.elsewhere, "publish", place.save(step), str(step)).ended().succeeded(b"")
