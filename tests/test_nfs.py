@@ -6,6 +6,7 @@ Both are real kernels, and so is the server; the mount options are the defaults.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,38 @@ pytestmark = pytest.mark.xdist_group("nfs")
 MARKERS = {"hf": "trainer_state.json", "dcp": ".metadata"}
 PREFIXES = {"hf": "checkpoint-", "dcp": "step-"}
 INTERVAL = 0.5
+
+# Small saves, so many and so many seconds apart, in the order in which Trainer writes its files; nothing follows the last marker.
+HASTY_TRAINER = """
+import os, sys, time
+folder, count, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+for step in range(1, count + 1):
+    time.sleep(pause)
+    save = f"{folder}/checkpoint-{step}"
+    os.makedirs(save)
+    for name in ("config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"):
+        open(f"{save}/{name}", "w").close()
+    with open(f"{save}/trainer_state.json", "w") as marker:
+        marker.write('{"global_step": %d}' % step)
+"""
+
+# Creates the same files as another client does, each at the same instant, and prints those that it made.
+RACER = """
+import asyncio, sys, time
+from publishd.errors import AlreadyExists
+from publishd.stores import open_store
+async def race(root, count, start):
+    store = open_store(root)
+    for number in range(count):
+        while time.time() < start + number / 20:
+            pass
+        try:
+            await store.create(f"pub/{number}")
+        except AlreadyExists:
+            continue
+        print(number)
+asyncio.run(race(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))
+"""
 
 
 class Place:
@@ -55,6 +88,10 @@ class Place:
         for step in steps:
             self.begin(step)
             self.finish(step)
+
+    def train(self, folder: str, count: int, pause: float = 0) -> None:
+        """The trainer writes saves as fast as it can."""
+        self.trainer.run(sys.executable, "-c", HASTY_TRAINER, folder, str(count), str(pause)).succeeded()
 
     def moment(self) -> None:
         """Until a change of a folder gets another time than the one before: NFSv3 tells a folder's changes by its time alone."""
@@ -126,6 +163,19 @@ def test_what_is_finished_elsewhere_is_published_within_the_interval_and_a_secon
     watch.send().ended().succeeded(b"")
 
 
+def test_what_changes_faster_than_the_clock_of_the_server_is_published(
+    place: Place, running: Lab, request: pytest.FixtureRequest
+) -> None:
+    """Of saves whose files follow each other within milliseconds, while scans do the same, each is published."""
+    if running.version == "3":
+        reason = "a folder that changes twice within a tick of the server's clock looks the same to NFSv3"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+    watch = place.watch("hf", "20ms", "-no-sync")
+    place.train(place.execution, 30, 0.1)
+    watch.send().ended().succeeded(b"")
+    assert place.steps == list(range(1, 31))
+
+
 def test_the_last_scan_sees_a_marker_that_was_just_written_elsewhere(place: Place) -> None:
     """SIGTERM at once after the marker, which this client believes to be missing: the last scan publishes its save."""
     place.begin(500)
@@ -185,6 +235,15 @@ def test_a_file_held_open_where_prune_runs_is_named_and_the_next_prune_finishes(
     assert (place.on_disk("prune"), place.saves) == ([], ["checkpoint-2"])
 
 
+def test_of_two_clients_that_create_the_same_entry_one_does(place: Place) -> None:
+    """At the same instant, many times over: what the rest is built on."""
+    start, count = place.elsewhere.call("time:time") + 3, 40
+    clients = (place.trainer, place.elsewhere)
+    both = [client.start(sys.executable, "-c", RACER, place.root, str(count), str(start)) for client in clients]
+    made = [int(number) for one in both for number in one.ended().succeeded().out.split()]
+    assert sorted(made) == list(range(count))
+
+
 def test_two_clients_publish_the_same_saves(place: Place) -> None:
     """Both exit 0 for every save, and each save has one entry."""
     place.write(1, 2)
@@ -196,17 +255,18 @@ def test_two_clients_publish_the_same_saves(place: Place) -> None:
 
 
 def test_two_clients_watch_the_same_execution(place: Place) -> None:
-    """Each save is published by one of them, and both end well."""
-    flags = ("-framework", "hf", "-interval", "20ms")
+    """Many saves appear at once, and both publish them in the same order: each has one entry, made by one of them."""
+    count = 20
+    place.train(f"{place.root}/elsewhere", count)
+    place.trainer.call("os:mkdir", f"{place.root}/exec")
+    flags = ("-framework", "hf", "-interval", "20ms", "-no-sync")
     both = [place.on(client, "watch", *flags).says("watching: ") for client in (place.trainer, place.elsewhere)]
-    steps = list(range(1, 13))
-    place.write(*steps)
-    place.published(steps[-1])
+    place.trainer.call("os:rename", f"{place.root}/elsewhere", place.execution)
+    eventually(lambda: len(place.steps) >= count, "all publications")
     logs = [one.send().ended().succeeded(b"").err for one in both]
-    assert place.steps == steps
-    for step in steps:
-        published = sum(log.count(f" published: {place.save(step)}:") for log in logs)
-        assert published == 1, logs
+    assert place.steps == list(range(1, count + 1))
+    for step in place.steps:
+        assert sum(log.count(f" published: {place.save(step)}:") for log in logs) == 1, logs
 
 
 def test_a_server_that_hangs_for_a_while_does_not_end_the_watch(place: Place, running: Lab) -> None:
