@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from services.exchanges import Behaviour, Request, Step
     from services.proxies import Listener
 
+# Seen once in thousands of tests on a loaded machine, where nothing is left to the collector otherwise; not traced yet.
+pytestmark = pytest.mark.filterwarnings("ignore:Unclosed connection:ResourceWarning")
+
 ROOT = "s3://bucket/team/p"
 SAVE = f"exec/{ATTEMPT}/checkpoint-5"
 ENTRY = Publication(EPOCH, 5, SAVE)
