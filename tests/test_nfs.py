@@ -133,6 +133,13 @@ class Place:
     def published(self, step: int) -> None:
         eventually(lambda: step in self.steps, f"the publication of step {step}")
 
+    def delay(self, step: int, framework: str) -> float:
+        """Seconds from the last write of a save's marker to its publication, by the server's clock."""
+        entry = self.on_disk("pub")[self.steps.index(step)]
+        marker = f"exec/{ATTEMPT}/{PREFIXES[framework]}{step}/{MARKERS[framework]}"
+        published, finished = (self._server.call("os.path:getctime", f"{self._disk}/{path}") for path in (f"pub/{entry}", marker))
+        return float(published - finished)
+
 
 @pytest.fixture(scope="module", params=["4.2", "3"], ids=["v4.2", "v3"])
 def running(request: pytest.FixtureRequest) -> Iterator[Lab]:
@@ -147,7 +154,8 @@ def place(running: Lab, request: pytest.FixtureRequest) -> Place:
 
 @pytest.mark.parametrize("framework", ["hf", "dcp"])
 def test_what_is_finished_elsewhere_is_published_within_the_interval_and_a_second(place: Place, framework: str) -> None:
-    """Each of several saves is published in time, though this client believes for a while that none of it exists."""
+    """Saves in a row are published in time, though this client believes for a while that none of it exists."""
+    delays = []
     watch = place.watch(framework)
     for step in range(1, 5):
         beyond = (f"{place.root}/pub", place.execution, place.save(step, framework), place.marker(step, framework))
@@ -157,10 +165,12 @@ def test_what_is_finished_elsewhere_is_published_within_the_interval_and_a_secon
         assert place.look(place.save(step, framework)) == ["weights"]
         assert not place.elsewhere.exists(place.marker(step, framework))
         place.finish(step, framework)
-        finished = time.monotonic()
         place.published(step)
-        assert time.monotonic() - finished <= INTERVAL + 1
+        delays.append(place.delay(step, framework))
     watch.send().ended().succeeded(b"")
+    # A busy machine may hold up one of them, for a moment; what a client believes wrongly it believes for half a minute.
+    assert sorted(delays)[-2] <= INTERVAL + 1, delays
+    assert max(delays) <= INTERVAL + 5, delays
 
 
 def test_what_changes_faster_than_the_clock_of_the_server_is_published(
