@@ -322,6 +322,17 @@ def test_an_srun_that_is_sent_sigterm_loses_the_last_save(execution: Execution) 
     assert set(execution.published) == execution.whole
 
 
+def test_a_step_that_begins_after_training_is_over_is_ended_all_the_same(execution: Execution) -> None:
+    """A trainer that fails at once must not leave a watch that nobody tells to end, and a job that lasts to its limit."""
+    (execution.folder / "train.py").write_text("raise SystemExit(3)")
+    late = execution.folder / "srun"
+    late.write_text('#!/bin/sh\ncase "$*" in *--job-name=watch*) sleep 5 ;; esac\nexec /usr/bin/srun "$@"\n')
+    late.chmod(0o755)
+    job = execution.submit(SCRIPTS / "sidecar.sh", PATH=f"{execution.folder}:{PATH}", LINGER="1s", DRAIN="2s")
+    state = execution.slurm.over(job)
+    assert (state.state, state.exit_code) == ("FAILED", "3:0"), execution.log
+
+
 def told_together(execution: Execution, linger: str) -> None:
     script = execution.folder / "job.sh"
     text = (SCRIPTS / "trap.sh").read_text()

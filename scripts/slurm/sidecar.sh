@@ -8,7 +8,8 @@
 #   state of the job                           scancel: CANCELLED. Time limit: COMPLETED if the trainer ends with 0 in time.
 #                                              Requeue and preemption: pending, and it resumes from that save.
 #   training ends by itself                    the watch's step is told through SLURM: an srun that gets SIGTERM kills its
-#                                              tasks instead. It lingers here, too.
+#                                              tasks instead. It lingers here, too. (That scancel prints "Invalid job
+#                                              id specified" for the nodes without a watch; the one with it is told.)
 #
 # What the steps print after bash has died goes nowhere: give each srun an --output of its own if you want it.
 # Where a save takes longer than a -linger that KillWait leaves room for, take srun.sh.
@@ -30,7 +31,10 @@ WATCH=$!
 srun --overlap --job-name=train \
     python train.py --output_dir "$CKPT/exec/$DISPATCH_ATTEMPT" ${RESUME:+--resume_from_checkpoint "$RESUME"}
 STATUS=$?
-STEP=$(squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format '%i %j' | awk '$2 == "watch" { print $1 }')
-[ -z "$STEP" ] || scancel --signal=TERM "$STEP"
+while kill -0 "$WATCH" 2>/dev/null; do
+    STEP=$(squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format '%i %j' | awk '$2 == "watch" { print $1 }')
+    [ -z "$STEP" ] || { scancel --signal=TERM "$STEP"; break; }
+    sleep 1 # training was over before the step began
+done
 wait "$WATCH"
 exit "$STATUS"

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Several nodes: publishd around an srun whose tasks SLURM tells directly. For trainers that save and end at SIGTERM.
 #
-#   scancel, requeue, preemption, time limit   SLURM sends SIGTERM to publishd and to each task. An srun that got it would kill
-#                                              its tasks within milliseconds, hence -forward TERM=none: publishd only scans
-#                                              faster, and publishes the last save once srun is over.
+#   scancel, requeue, preemption, time limit   SLURM sends SIGTERM to publishd and to each task, so -forward TERM=none:
+#                                              publishd only scans faster, and publishes the last save once srun is over.
+#                                              (An srun that gets a SIGTERM meant for publishd, of `scancel --batch` or
+#                                              --signal=B:, kills its tasks within milliseconds.)
 #   before the time limit                      --signal=TERM@120, without B:, tells the tasks 120 s earlier
 #   state of the job                           scancel: CANCELLED. Time limit: COMPLETED if the trainer ends with 0 in time.
 #                                              Requeue and preemption: pending, and it resumes from that save.
