@@ -11,7 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import pytest
 
@@ -26,10 +26,10 @@ from commands import (
     environment,
     eventually,
     require,
-    require_program,
 )
 from faulty_calls import FOREVER, faulty
 from hanging import hanging
+from paused_start import PausedStart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,7 +116,8 @@ ENDS = {
     "a real-time signal": ("os.kill(os.getpid(), signal.SIGRTMIN + 3)", 128 + signal.SIGRTMIN + 3),
     "_exit": ("os._exit(4)", 4),
     "closed stdout": ("os.close(1); os.close(0); sys.exit(6)", 6),
-    "much output": ("os.write(1, b'x' * 60_000); sys.exit(5)", 5),
+    "much output": ("sys.stdout.write('x' * 5_000_000); sys.exit(5)", 5),
+    "while a signal is on its way to it": ("signal.signal(10, signal.SIG_IGN); os.kill(os.getppid(), 10); os._exit(11)", 11),
     "stopped and continued": (
         "subprocess.Popen(['sh', '-c', f'sleep 0.3; kill -CONT {os.getpid()}']);"
         "os.kill(os.getpid(), signal.SIGSTOP); sys.exit(7)",
@@ -184,14 +185,42 @@ def test_a_command_is_found_as_a_shell_would(root: Root, tmp_path: Path) -> None
 
 def test_a_save_that_stays_unpublished_makes_a_good_status_1(root: Root) -> None:
     """And leaves a bad one as it is."""
-    (root.path / "pub").write_text("in the way")
-    (root.path / "pub").unlink()
     (root.path / "pub").mkdir()
     (root.path / "prune").mkdir()
     (root.path / "pub").chmod(0o555)
     flags = ("-framework", "hf", "-drain", "1s", "--")
     assert root.run("run", *flags, *python("save(500)"), prefix=ORDINARY_USER).code == (1 if ORDINARY_USER else 0)
     assert root.run("run", *flags, *python("save(500); sys.exit(3)"), prefix=ORDINARY_USER).code == 3
+
+
+def test_a_save_that_no_entry_has_room_for_makes_a_good_status_1(root: Root) -> None:
+    """An entry fits for the first steps, and no longer for later ones; what fits is published, what does not is named."""
+    attempt = "x" * (133 - len("exec//checkpoint-50"))
+    given = environment(DISPATCH_ATTEMPT=attempt)
+    ran = of(root, *python("save(50); save(500)"), env=given)
+    assert ran.code == 1, ran
+    assert root.steps == [50]
+    assert f"not published: {root.path}/exec/{attempt}/checkpoint-500" in ran.err
+    assert of(root, *python("sys.exit(3)"), env=given).code == 3
+
+
+def test_a_daemon_that_outlives_command_does_not_hold_the_run(root: Root, tmp_path: Path) -> None:
+    """Nor does it get the signal that is for COMMAND; it has stdout, stderr and whatever else COMMAND had."""
+    code = """
+if not os.fork():
+    os.setsid()
+    Path("daemon").write_text(str(os.getpid()))
+    wait("end")
+    os._exit(0)
+wait("daemon")
+save(500)
+sys.exit(3)
+"""
+    with Run(root, tmp_path, python(code)) as running:
+        assert running.process.wait(20) == 3
+        assert is_running(int((tmp_path / "daemon").read_text()))
+        (tmp_path / "end").touch()
+    assert root.steps == [500]
 
 
 # What COMMAND is given
@@ -269,7 +298,7 @@ def test_descriptors_that_were_open_reach_command_and_none_of_ours_do(root: Root
 def test_command_s_signals_are_as_they_were(root: Root) -> None:
     """Nothing is blocked, and nothing ignored but what was."""
     show = ("sed", "-n", "/^Sig[BIC]/p", "/proc/self/status")
-    for given in ((), ("sh", "-c", "trap '' HUP USR1; exec \"$@\"", "sh")):
+    for given in ((), ("sh", "-c", "trap '' HUP INT USR1; exec \"$@\"", "sh")):
         alone = subprocess.run([*given, *show], capture_output=True, check=True).stdout
         assert of(root, *show, prefix=given).succeeded().out == alone
 
@@ -340,15 +369,24 @@ def test_a_bad_map_is_a_usage_error(root: Root, value: str) -> None:
     assert os.listdir(root.path) == ["exec"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_command_that_saves_and_ends_when_told(root: Root, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "does", "status"),
+    [
+        (signal.SIGTERM, "signal.signal(15, lambda *_: (save(500), os._exit(0)))", 0),
+        (signal.SIGTERM, "signal.signal(15, lambda *_: (save(500), os._exit(5)))", 5),
+        (signal.SIGTERM, "save(500)", 143),
+        (signal.SIGUSR1, "signal.signal(10, lambda *_: (save(500), os._exit(0)))", 0),
+        (signal.SIGUSR1, "save(500)", 138),
+        (signal.SIGHUP, "save(500)", 129),
+    ],
+)
+def test_a_command_that_ends_when_told(root: Root, tmp_path: Path, number: int, does: str, status: int) -> None:
     """Its last save is published, its status is kept, and nothing is pruned: there may be no time."""
     for step in (1, 2, 3):
         root.publish(root.hf(step), step)
-    code = "signal.signal(%d, lambda *_: (save(500), os._exit(0))); Path('ready').touch(); wait('never')"
-    with Run(root, tmp_path, python(code % number), "-keep", "1") as running:
+    with Run(root, tmp_path, python(f"{does}; hear(); wait('never')"), "-keep", "1") as running:
         ended = running.ready().send(number).ended()
-    assert ended.code == 0
+    assert ended.code == status
     assert root.steps == [1, 2, 3, 500]
 
 
@@ -385,17 +423,20 @@ def test_a_command_that_never_ends_is_watched_until_it_is_killed(root: Root, tmp
         running.ready().send(signal.SIGTERM).send(signal.SIGTERM).says("SIGTERM: forwarded")
         (tmp_path / "go").touch()
         eventually(lambda: root.steps == [500])
+        root.hf(501)
+        eventually(lambda: root.steps == [500, 501], "a further scan", 5)
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         assert running.ended().code == 137
 
 
 def test_a_second_sigint_ends_it_at_once_and_command_is_told(root: Root, tmp_path: Path) -> None:
-    """Exit 1; COMMAND gets SIGTERM from the kernel."""
+    """Exit 1; COMMAND gets SIGTERM from the kernel, which may send one for each thread of publishd's."""
     with Run(root, tmp_path, python(f"{HEAR_ALL}; sys.exit(3)"), "-forward", "INT=none") as running:
         running.ready().send(signal.SIGINT).says("SIGINT: not forwarded")
         assert running.send(signal.SIGINT).process.wait(5) == 1
         assert "ended early: by SIGINT" in running.log
-        eventually(lambda: running.heard == ["SIGTERM"])
+        eventually(lambda: running.heard, "SIGTERM")
+        assert set(running.heard) == {"SIGTERM"}
         (tmp_path / "end").touch()
 
 
@@ -428,17 +469,42 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def test_b68_a_signal_to_the_child_before_it_is_command_is_the_child_s(root: Root, tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["prctl", "execve"])
+def test_b68_a_signal_to_the_child_before_it_is_command_is_the_child_s(
+    root: Root, tmp_path: Path, call: Literal["prctl", "execve"]
+) -> None:
     """Between fork and exec the child still has this program's handlers: SIGTERM ends it, and publishd is not told."""
-    tracer = require_program("strace", "strace")
-    slow = (tracer, "-f", "-qq", "-o", "/dev/null", "-e", "trace=execve", "-e", "inject=execve:delay_enter=1500000:when=2+")
-    with Run(root, tmp_path, ("sleep", "60"), prefix=slow) as running:
-        (traced,) = eventually(lambda: children(running.process.pid))
-        (child,) = eventually(lambda: children(traced), "the child")
-        os.kill(child, signal.SIGTERM)
+    start = PausedStart(call, tmp_path)
+    with Run(root, tmp_path, ("sleep", "60"), env=start.environment) as running:
+        os.kill(start.reached(), signal.SIGTERM)
+        start.go_on()
         assert running.ended().code == 143
         assert "forwarded" not in running.log
-        assert "nothing was published yet" in running.log
+        assert "exit status 143, as after SIGTERM" in running.log
+
+
+def test_a_signal_that_comes_while_command_is_started_is_not_lost(root: Root, tmp_path: Path) -> None:
+    """It waits until there is a COMMAND to forward it to."""
+    start = PausedStart("execve", tmp_path)
+    with Run(root, tmp_path, ("sleep", "60"), env=start.environment) as running:
+        start.reached()
+        running.send(signal.SIGTERM)
+        start.go_on()
+        assert running.ended().code == 143
+        assert running.log.count("SIGTERM: forwarded to: sleep") == 1
+
+
+@pytest.mark.parametrize("call", ["prctl", "execve"])
+def test_killed_while_command_is_started_it_leaves_no_orphan(
+    root: Root, tmp_path: Path, call: Literal["prctl", "execve"]
+) -> None:
+    """The child finds its parent gone, or is told so by the kernel."""
+    start = PausedStart(call, tmp_path)
+    with Run(root, tmp_path, ("sleep", "60"), env=start.environment) as running:
+        child = start.reached()
+        running.send(signal.SIGKILL).process.wait()
+        start.go_on()
+        eventually(lambda: not is_running(child), "the end of the child")
 
 
 def test_told_before_command_was_started_it_starts_nothing(root: Root, tmp_path: Path) -> None:
@@ -466,14 +532,18 @@ def test_a_signal_during_the_prune_ends_it_and_keeps_the_status(root: Root, tmp_
     assert (root.steps, root.records) == ([39], [])
 
 
+IN_A_TERMINAL = (
+    sys.executable,
+    "-c",
+    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])",
+)
+
+
 def test_ctrl_c_reaches_command_once(root: Root, tmp_path: Path) -> None:
     """The terminal tells its whole foreground; publishd does not tell COMMAND a second time, and goes on to the end."""
     master, slave = pty.openpty()
-    code = (
-        "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    )
     command = python("hear(signal.SIGINT); wait('heard'); time.sleep(1); save(500); sys.exit(3)")
-    with Run(root, tmp_path, command, prefix=(sys.executable, "-c", code), stdin=slave, stdout=slave) as running:
+    with Run(root, tmp_path, command, prefix=IN_A_TERMINAL, stdin=slave, stdout=slave) as running:
         os.close(slave)
         running.ready()
         os.write(master, b"\x03")
@@ -481,6 +551,19 @@ def test_ctrl_c_reaches_command_once(root: Root, tmp_path: Path) -> None:
         assert running.process.wait(20) == 3
         assert running.heard == ["SIGINT"]
     os.close(master)
+    assert root.steps == [500]
+
+
+def test_a_terminal_that_closes_is_one_hangup(root: Root, tmp_path: Path) -> None:
+    """COMMAND hears of it once; publishd, whose stderr is gone with it, goes on to the end."""
+    master, slave = pty.openpty()
+    command = python("hear(signal.SIGHUP); wait('heard'); time.sleep(1); save(500); os._exit(3)")
+    with Run(root, tmp_path, command, prefix=IN_A_TERMINAL, stdin=slave, stdout=slave, stderr=slave) as running:
+        os.close(slave)
+        eventually((tmp_path / "ready").exists, "COMMAND")
+        os.close(master)
+        assert running.process.wait(20) == 3
+        assert running.heard == ["SIGHUP"]
     assert root.steps == [500]
 
 
@@ -500,6 +583,18 @@ def test_nothing_starts_where_resolve_has_no_answer(root: Root) -> None:
     refused(root, "cannot resume", "it was published, but it is gone")
     (root.path / "pub" / "junk").touch()
     refused(root, "not a publication")
+
+
+@pytest.mark.parametrize("folder", ["", "pub"])
+def test_nothing_starts_where_the_root_cannot_be_read(root: Root, folder: str) -> None:
+    """An unreadable folder is no first run."""
+    require("capabilities", None if ORDINARY_USER or os.geteuid() else "setpriv is not installed")
+    root.publish(root.hf(5), 5)
+    (root.path / folder).chmod(0)
+    ran = of(root, "touch", "started", cwd=root.path.parent, prefix=ORDINARY_USER)
+    (root.path / folder).chmod(0o755)
+    ran.failed("run: cannot list", "Permission denied")
+    assert os.listdir(root.path.parent) == ["root"]
 
 
 def test_nothing_starts_without_a_root(tmp_path: Path) -> None:
@@ -551,10 +646,31 @@ def test_usage(root: Root, arguments: Sequence[str], said: str) -> None:
     assert os.listdir(root.execution) == []
 
 
-@pytest.mark.parametrize("variable", ["DISPATCH_ATTEMPT", "DISPATCH_EPOCH"])
-def test_missing_identity(root: Root, variable: str) -> None:
-    """One line names the variable."""
-    of(root, "true", env=environment(**{variable: None})).failed(variable, code=2)
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("DISPATCH_ATTEMPT", None),
+        ("DISPATCH_ATTEMPT", ""),
+        ("DISPATCH_ATTEMPT", "a/b"),
+        ("DISPATCH_ATTEMPT", ".."),
+        ("DISPATCH_EPOCH", None),
+        ("DISPATCH_EPOCH", "1e6"),
+        ("DISPATCH_EPOCH", "18446744073709551616"),
+    ],
+)
+def test_an_execution_needs_its_attempt_and_epoch(root: Root, variable: str, value: str | None) -> None:
+    """One line names the variable, and nothing is made."""
+    before = root.tree()
+    of(root, "true", env=environment(**{variable: value})).failed(variable, code=2)
+    assert root.tree() == before
+
+
+def test_attempt_and_epoch_may_be_flags(root: Root) -> None:
+    """They come before the variables, which stay as they were in COMMAND's environment."""
+    flags = ("-framework", "hf", "-attempt", "other.1", "-epoch", "7")
+    command = ("sh", "-c", 'echo "$PUBLISHD_OUT $DISPATCH_ATTEMPT $DISPATCH_EPOCH"')
+    ran = root.run("run", *flags, "--", *command)
+    ran.succeeded(f"{root.path}/exec/other.1 {ATTEMPT} {EPOCH}\n".encode())
 
 
 def test_what_stands_behind_the_dashes_is_command_s(root: Root) -> None:
