@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 _DAEMONS = ("munged", "slurmctld", "slurmd")
+# What a node starts is in a session of its own, and outlives it; a job's end that nobody hears of is reported for ever.
+_JOBS_DIE_WITH_IT = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _CPUS = 64
 """Of each node, as SLURM believes: so many jobs may run side by side."""
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY")
@@ -86,12 +88,18 @@ class Cluster:
                 self.call("scancel", *jobs)
                 eventually(lambda: not self.call("squeue", "--noheader"), "the end of all jobs", 20)
         for program in reversed(self._programs):
-            program.stop(5)
-        for node in self.nodes:  # their cgroups, empty by now, are SLURM's to make and nobody's to remove
-            for tree in FREEZER.glob(f"slurm_{node}"):
-                for path, _, _ in os.walk(tree, topdown=False):
-                    with contextlib.suppress(OSError):
-                        os.rmdir(path)
+            program.stop(0)
+        # Its cgroups are SLURM's to make and nobody's to remove.
+        with contextlib.suppress(AssertionError):
+            eventually(self._cgroups_removed, "the end of all that ran in cgroups", 10)
+
+    def _cgroups_removed(self) -> bool:
+        trees = [tree for tree in (FREEZER / f"slurm_{node}" for node in self.nodes) if tree.exists()]
+        for tree in trees:
+            for path, _, _ in os.walk(tree, topdown=False):
+                with contextlib.suppress(OSError):  # something in it has not quite ended
+                    os.rmdir(path)
+        return not trees
 
 
 @contextlib.contextmanager
@@ -116,7 +124,7 @@ def cluster(*, nodes: int, kill_wait: int, preemptable: int = 0) -> Iterator[Clu
 
 
 def _why_not() -> str | None:
-    missing = [program for program in (*_DAEMONS, "sbatch") if not _program(program)]
+    missing = [program for program in (*_DAEMONS, "sbatch", "unshare") if not _program(program)]
     if missing:
         return f"{', '.join(missing)} not installed"
     if os.geteuid() != 0:
@@ -149,15 +157,15 @@ def _start(running: Cluster, programs: list[Program], kill_wait: int, preemptabl
     _run(programs, folder / "slurmctld", "slurmctld", "-D", "-c", "-f", configuration)
     for node in running.nodes:
         (folder / "spool" / node).mkdir(parents=True)
-        _run(programs, folder / node, "slurmd", "-D", "-N", node, "-f", configuration)
+        _run(programs, folder / node, "slurmd", "-D", "-N", node, "-f", configuration, prefix=_JOBS_DIE_WITH_IT)
     eventually(lambda: _idle(running) == len(running.nodes), "all nodes idle", 60)
 
 
-def _run(programs: list[Program], folder: Path, name: str, *arguments: str) -> None:
+def _run(programs: list[Program], folder: Path, name: str, *arguments: str, prefix: Sequence[str] = ()) -> None:
     folder.mkdir()
     program = _program(name)
     assert program
-    programs.append(Program([program, *arguments], folder))
+    programs.append(Program([*prefix, program, *arguments], folder))
 
 
 def _idle(running: Cluster) -> int:
