@@ -84,6 +84,7 @@ shift
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t tmpfs scratch "$FOLDER/scratch"
+echo "guest$NUMBER" >/proc/sys/kernel/hostname # by which a server of NFSv4 tells its clients apart
 ip link set lo up
 ip link set eth0 up
 ip addr add {network}.$NUMBER/24 dev eth0
@@ -271,16 +272,18 @@ class Lab:
         """Where the server has it, and nothing is cached."""
         self._folder = folder
         self._guests: list[Guest] = []
+        self._image = -1
 
     def start(self) -> None:
         for name in ("share", "disk", "scratch"):
             (self._folder / name).mkdir()
         (self._folder / "boot.sh").write_text(_BOOT.format(network=_NETWORK))
-        image = self._folder / "image"
-        with image.open("wb") as file:
-            file.truncate(_DISK)
+        # In memory: a disk of the host's makes the server wait for what else is written there.
+        self._image = os.memfd_create("disk")
+        os.truncate(self._image, _DISK)
+        image = f"/proc/{os.getpid()}/fd/{self._image}"
         # Without 256-byte inodes, which a disk so small is not given by default, times would be in whole seconds.
-        _host("mkfs.ext4", "-q", "-I", "256", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image))
+        _host("mkfs.ext4", "-q", "-I", "256", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
         (self._folder / "registers.c").write_text(_REGISTERS)
         _host("gcc", "-shared", "-fPIC", "-O2", "-o", f"{self._folder}/registers.so", f"{self._folder}/registers.c")
         for number, *options in ((1, f"ubd0={image}"), (2,), (3,)):
@@ -309,6 +312,8 @@ class Lab:
     def stop(self) -> None:
         for guest in self._guests:
             guest.stop()
+        if self._image >= 0:
+            os.close(self._image)
 
 
 @contextlib.contextmanager
