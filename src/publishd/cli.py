@@ -393,7 +393,7 @@ def _execute(name: str, argv: list[str], environ: Mapping[str, str], signals: Si
         # The runner is never closed: that would wait for threads that the file system holds.
         runner = asyncio.Runner(loop_factory=_loop_factory(command, options))
         try:
-            runner.get_loop()
+            runner.run(asyncio.sleep(0))  # uvloop opens what it needs at its first run
         except OSError as error:
             raise PublishdError("cannot start", "event loop", error.strerror or str(error), "see ulimit -n") from error
         return runner.run(_run(command, options, signals))
