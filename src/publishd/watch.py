@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _URGENT_INTERVAL = 1.0
 _RETRY_INTERVAL = 1.0
+_SILENT_SECONDS = 1.0
 _STILL_TRUE_SECONDS = 1.0
 """For so long a judgement holds on a consistent store; a request that had to be repeated takes longer."""
 _LOOK_AGAIN_AFTER = 32
@@ -159,10 +160,8 @@ class Watcher:
         loop = asyncio.get_running_loop()
         while not self._stopping:
             self._wake.clear()
-            self._scanning_since = loop.time()
-            due = self._scanning_since + self._interval
+            due = loop.time() + self._interval
             await self._scan()
-            self._scanning_since = None
             self.scanned.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due):
@@ -177,6 +176,7 @@ class Watcher:
         """Look at the execution's folder once; False if that could not be done, which is said once."""
         trouble = ""
         self._unconfirmable = ""
+        self._scanning_since = asyncio.get_running_loop().time()
         try:
             if not self._begun:
                 await self._begin()
@@ -191,6 +191,7 @@ class Watcher:
         elif self._trouble and not trouble:
             log.info("can be seen again: %s", self._path())
         self._trouble = trouble
+        self._scanning_since = None  # still set where it was cut off
         return not trouble
 
     async def _begin(self) -> None:
@@ -452,6 +453,9 @@ class Watcher:
         drained = self.in_time
         if not self.in_time:
             cause = f": {self._trouble}" if self._trouble else " (a longer -drain gives more)"
+            silent = self.scanning_for()
+            if silent > _SILENT_SECONDS:
+                cause = f": {self._store.root}: a scan has waited for an answer for {silent:.0f} s"
             log.error("time ran out after %g s%s", self._options.drain, cause)
         unconfirmed = set(self._created.values())
         for save in sorted({*self._saves.values(), *unconfirmed}, key=lambda save: save.step, reverse=True):
