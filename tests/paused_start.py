@@ -31,9 +31,10 @@ static void pause_at(const char *call) {
     while (access(name, F_OK)) usleep(5000);
 }
 
-int prctl(int option, unsigned long a, unsigned long b, unsigned long c, unsigned long d) {
-    pause_at("prctl");
-    return ((__typeof__(&prctl)) dlsym(RTLD_NEXT, "prctl"))(option, a, b, c, d);
+pid_t fork(void) {
+    pid_t child = ((__typeof__(&fork)) dlsym(RTLD_NEXT, "fork"))();
+    if (!child) pause_at("fork");
+    return child;
 }
 
 int execve(const char *path, char *const argv[], char *const envp[]) {
@@ -44,12 +45,9 @@ int execve(const char *path, char *const argv[], char *const envp[]) {
 
 
 class PausedStart:
-    """Whatever `publishd run` starts in `environment` waits at this call, until `go_on`.
+    """Whatever `publishd run` starts in `environment` waits just after its fork, or just before its execve, until `go_on`."""
 
-    prctl is the first call of the child that is its own, execve the last.
-    """
-
-    def __init__(self, call: Literal["prctl", "execve"], folder: Path) -> None:
+    def __init__(self, call: Literal["fork", "execve"], folder: Path) -> None:
         library = folder / "paused_start.so"
         command = [require_program("gcc", "gcc"), "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", str(library), "-ldl"]
         subprocess.run(command, input=_SHIM, text=True, check=True)
