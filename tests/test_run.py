@@ -119,8 +119,8 @@ ENDS = {
     "much output": ("sys.stdout.write('x' * 5_000_000); sys.exit(5)", 5),
     "while a signal is on its way to it": ("signal.signal(10, signal.SIG_IGN); os.kill(os.getppid(), 10); os._exit(11)", 11),
     "stopped and continued": (
-        "subprocess.Popen(['sh', '-c', f'sleep 0.3; kill -CONT {os.getpid()}']);"
-        "os.kill(os.getpid(), signal.SIGSTOP); sys.exit(7)",
+        "subprocess.Popen(['sh', '-c', 'until grep -q State:.T /proc/$0/status; do sleep 0.05; done; kill -CONT $0',"
+        "str(os.getpid())]); os.kill(os.getpid(), signal.SIGSTOP); sys.exit(7)",
         7,
     ),
     "its child outlives it": ("subprocess.Popen(['sleep', '1'], stdout=subprocess.DEVNULL); sys.exit(8)", 8),
