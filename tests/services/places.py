@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 import uuid
+from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote_plus, urlsplit
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 REGION = "us-east-1"
+_TRIES = 3
 
 
 class Keys(NamedTuple):
@@ -78,9 +80,12 @@ class S3Service:
         """The body of the answer to one signed request; raises Refused for any status but 2xx."""
         target = encoded(path, safe="/") + (f"?{query_string(query)}" if query else "")
         signed = signed_headers(method, self._host, target, body, *(keys or self.keys), REGION)
-        with self._lock:
-            answer = self._exchange(method, target, body, signed | dict(headers or {}))
-            content = answer.read()
+        for _ in range(_TRIES):  # moto's server sometimes stumbles over what another of its threads does
+            with self._lock:
+                answer = self._exchange(method, target, body, signed | dict(headers or {}))
+                content = answer.read()
+            if answer.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+                break
         if answer.status // 100 != 2:
             raise Refused(answer.status, _code(content))
         return content
