@@ -409,18 +409,23 @@ def test_killed_in_the_middle_of_a_drain_the_newest_are_published_and_the_rest_l
         text = (SCRIPTS / "run.sh").read_text()
         script.write_text(text.replace("-framework hf", "-framework hf -interval 1h -drain 1h"))
         slow = faulty(tmp_path, "fsync", "", "wait 5")
-        job = execution.submit(script, **{name: value for name, value in slow.items() if name.startswith(("LD_", "FAULT_"))})
-        execution.says("watching: ")
+        job = execution.submit(
+            script, "--hold", **{name: value for name, value in slow.items() if name.startswith(("LD_", "FAULT_"))}
+        )
+        Root(execution.root.path, execution.attempt).hf(0)
+        slurm.call("scontrol", "release", str(job))
+        execution.says("published: ")  # the first scan is over
         (execution.folder / "go").touch()
         eventually((execution.folder / "made").exists, "1,000 saves", 60)
         slurm.call("scancel", str(job))
         assert slurm.over(job).state == "CANCELLED"
         eventually(lambda: not slurm.call("squeue", "--noheader"), "the end of all of it")
         assert "ended: sh" in execution.log
-        steps = sorted(int(path.rpartition("-")[2]) for path in execution.published)
+        first, *steps = sorted(int(path.rpartition("-")[2]) for path in execution.published)
+        assert first == 0
         assert 0 < len(steps) < 1000
         assert steps == list(range(1001 - len(steps), 1001))
-        assert len(execution.whole) == 1000
+        assert len(execution.whole) == 1001
         catch_up(execution)
 
 
