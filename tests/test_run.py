@@ -26,6 +26,7 @@ from commands import (
     environment,
     eventually,
     require,
+    require_program,
 )
 from faulty_calls import FOREVER, faulty
 from hanging import hanging
@@ -63,7 +64,7 @@ def python(code: str) -> tuple[str, ...]:
 
 
 class Run(Background):
-    """A run in the background, in a folder of its own."""
+    """A run in the background, in a folder and a session of its own: signals to its group are no affair of the tests."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Run(Background):
     ) -> None:
         self.folder = folder
         arguments = ["run", "-checkpoint", str(root.path), "-framework", "hf", "-interval", interval, *flags, "--", *command]
-        super().__init__(*arguments, env=environment() if env is None else env, cwd=folder, **options)
+        super().__init__(*arguments, env=environment() if env is None else env, cwd=folder, start_new_session=True, **options)
 
     @property
     def heard(self) -> list[str]:
@@ -95,7 +96,7 @@ class Run(Background):
 
 def of(root: Root, *command: str, **options: Any) -> Ran:
     """Run COMMAND to its end; the watch scans at its start and at the end only."""
-    return root.run("run", "-framework", "hf", "-interval", "1h", "--", *command, **options)
+    return root.run("run", "-framework", "hf", "-interval", "1h", "--", *command, start_new_session=True, **options)
 
 
 # How COMMAND ends
@@ -461,6 +462,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def arguments(pid: int) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
 def children(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -530,24 +537,44 @@ def test_a_signal_during_the_prune_ends_it_and_keeps_the_status(root: Root, tmp_
     assert (root.steps, root.records) == ([39], [])
 
 
+def test_once_command_has_ended_nothing_is_sent_to_its_number(root: Root, tmp_path: Path) -> None:
+    """It may be another's by then."""
+    tracer = require_program("strace", "strace")
+    trace, hang = tmp_path / "trace", tmp_path / "hang"
+    hangs = environment(**hanging(tmp_path / "hang.so", str(root.path), str(hang)))
+    command = ("env", "-u", "LD_PRELOAD", "touch", str(hang))
+    traced = (tracer, "-f", "-qq", "-e", "trace=kill,tkill,tgkill", "-o", str(trace))
+    with Run(root, tmp_path, command, "-drain", "30s", env=hangs, prefix=traced) as running:
+        running.says("ended: env: exit status 0")
+        (traced_one,) = eventually(lambda: [child for child in children(running.process.pid) if "publishd" in arguments(child)])
+        os.kill(traced_one, signal.SIGTERM)
+        eventually(lambda: "--- SIGTERM" in trace.read_text(), "the signal")
+        hang.unlink()
+        assert running.ended().code == 0
+    assert "kill(" not in trace.read_text()
+
+
 IN_A_TERMINAL = (
     sys.executable,
     "-c",
-    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])",
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])",
 )
 
 
 def test_ctrl_c_reaches_command_once(root: Root, tmp_path: Path) -> None:
-    """The terminal tells its whole foreground; publishd does not tell COMMAND a second time, and goes on to the end."""
+    """The terminal tells its whole foreground; publishd does not tell COMMAND a second time, but of other signals it does."""
     master, slave = pty.openpty()
-    command = python("hear(signal.SIGINT); wait('heard'); time.sleep(1); save(500); sys.exit(3)")
+    command = python("hear(signal.SIGINT, signal.SIGTERM); wait('end'); save(500); sys.exit(3)")
     with Run(root, tmp_path, command, prefix=IN_A_TERMINAL, stdin=slave, stdout=slave) as running:
         os.close(slave)
         running.ready()
         os.write(master, b"\x03")
         running.says("SIGINT: the terminal sent it to both")
+        running.send(signal.SIGTERM)
+        eventually(lambda: "SIGTERM" in running.heard)
+        (tmp_path / "end").touch()
         assert running.process.wait(20) == 3
-        assert running.heard == ["SIGINT"]
+        assert running.heard == ["SIGINT", "SIGTERM"]
     os.close(master)
     assert root.steps == [500]
 
