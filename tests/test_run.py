@@ -321,7 +321,8 @@ def test_each_signal_is_forwarded_once_however_often_it_comes(root: Root, tmp_pa
     """To COMMAND and not to its children; from then on a scan a second, until COMMAND ends."""
     code = "child = subprocess.Popen(['sleep', '60']); %s; Path('alive').write_text(str(child.poll())); child.kill(); save(500)"
     with Run(root, tmp_path, python(f"{code % HEAR_ALL}; sys.exit(3)")) as running:
-        running.ready().send(number).says(f"{number.name}: forwarded")
+        running.ready().send(number)
+        eventually(lambda: running.heard == [number.name], number.name)
         last = signal.SIGUSR2 if number == signal.SIGUSR1 else signal.SIGUSR1
         for _ in range(0 if number == signal.SIGINT else 3):  # a second SIGINT has a meaning of its own
             running.send(number)
