@@ -196,6 +196,18 @@ class Background:
         """Send the signal and wait for the end."""
         return self.send(number).ended(seconds)
 
+    def interrupt_again(self, seconds: float = 10) -> int:
+        """Send SIGINTs, until one is far enough from the first to count as a second one; the exit status."""
+
+        def ended() -> bool:
+            if self.process.poll() is None:
+                self.send(signal.SIGINT)
+            return self.process.poll() is not None
+
+        eventually(ended, "the end", seconds)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
     def ended(self, seconds: float = 40) -> Ran:
         out, _ = self.process.communicate(timeout=seconds)
         return Ran(self.process.returncode, out or b"", self.log.encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ATTEMPT, EPOCH, JOB_SCRIPT, STAND_IN, Job, Root, eventually
+from commands import ATTEMPT, EPOCH, JOB_SCRIPT, PUBLISHD, STAND_IN, Job, Root, eventually
 
 NEXT_ATTEMPT, NEXT_EPOCH = "1.4102.0", 2 * EPOCH
 
@@ -254,3 +254,30 @@ def test_slurm_s_script_with_a_trap_hands_sigterm_on(tmp_path: Path) -> None:
         ended = job.ended().succeeded()
     assert b"told to end by SIGTERM" in ended.out
     assert root.steps == sorted(int(save.name.partition("-")[2]) for save in root.execution.iterdir())
+
+
+# Stands before publishd: SIGTERM finds a watch before it has begun, as where training is over in no time.
+HASTY = """#!/bin/sh
+case "$*" in
+*-once*) {once} ;;
+watch*) kill -TERM $$ ;;
+esac
+exec {publishd} "$@"
+"""
+
+
+@pytest.mark.parametrize(("once", "status", "steps"), [("", 0, [1]), ("exit 1", 1, [])])
+def test_slurm_s_script_with_a_trap_looks_once_more_where_the_watch_was_killed(
+    tmp_path: Path, once: str, status: int, steps: list[int]
+) -> None:
+    """What is complete is published all the same, and if it can't be, the script fails."""
+    root = Root(tmp_path / "root", "4101.0")
+    root.path.mkdir()
+    hasty = tmp_path / "publishd"
+    hasty.write_text(HASTY.format(publishd=PUBLISHD, once=once))
+    hasty.chmod(0o755)
+    script = tmp_path / "trap.sh"
+    script.write_text(f"PATH={tmp_path}:$PATH\n{(JOB_SCRIPT.parent.parent / 'scripts' / 'slurm' / 'trap.sh').read_text()}")
+    with Job(root, script=script, SLURM_JOB_ID="4101", MAX_STEPS="1", SAVE_STEPS="1") as job:
+        assert job.ended().code == status
+    assert root.steps == steps

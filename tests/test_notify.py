@@ -95,6 +95,15 @@ def test_what_cannot_be_published_is_in_the_status(root: Root, manager: Manager)
         assert "1 pending" in manager.hears("Permission denied")
 
 
+@pytest.mark.parametrize("value", ["9" * 5_000, "-1", "²", "0", "1e6", ""])
+def test_a_watchdog_time_that_is_none_is_not_fed(root: Root, manager: Manager, value: str) -> None:
+    """And ends nothing."""
+    with Watch(root, env=told(manager, WATCHDOG_USEC=value)) as watch:
+        manager.hears("STATUS=")
+        watch.scanned().stop().succeeded(b"")
+    assert "WATCHDOG=1" not in manager.heard
+
+
 def test_the_watchdog_of_another_process_is_not_fed(root: Root, manager: Manager) -> None:
     """What a parent was told to feed is not this watch's."""
     env = told(manager, WATCHDOG_USEC="400000", WATCHDOG_PID=str(os.getpid()))

@@ -253,6 +253,18 @@ def test_the_environment_is_as_it_was_and_has_two_variables_more(root: Root) -> 
     assert got == wanted | {b"PUBLISHD_OUT": os.fsencode(root.execution), b"PUBLISHD_RESUME": b""}
 
 
+@pytest.mark.parametrize(
+    "locale", [{}, {"LANG": "C"}, {"LC_CTYPE": "C"}, {"LC_CTYPE": "POSIX"}, {"LC_CTYPE": "C.UTF-8"}], ids=str
+)
+def test_the_locale_is_as_it_was(root: Root, locale: dict[str, str]) -> None:
+    """Where there is none Python makes itself one, and would hand it on."""
+    given = environment(LANG=None, LC_CTYPE=None, LC_ALL=None, PYTHONUTF8=None, PYTHONCOERCECLOCALE=None) | locale
+    ran = of(root, "env", env=given).succeeded()
+    assert {line for line in ran.out.decode().splitlines() if line.startswith(("LANG=", "LC_"))} == {
+        f"{name}={value}" for name, value in locale.items()
+    }
+
+
 def test_it_resumes_from_what_resolve_says(root: Root) -> None:
     """The latest publication, as an absolute path."""
     save = root.hf(500)
@@ -435,7 +447,7 @@ def test_a_second_sigint_ends_it_at_once_and_command_is_told(root: Root, tmp_pat
     """Exit 1; COMMAND gets SIGTERM from the kernel, which may send one for each thread of publishd's."""
     with Run(root, tmp_path, python(f"{HEAR_ALL}; sys.exit(3)"), "-forward", "INT=none") as running:
         running.ready().send(signal.SIGINT).says("SIGINT: not forwarded")
-        assert running.send(signal.SIGINT).process.wait(5) == 1
+        assert running.interrupt_again(5) == 1
         assert "ended early: by SIGINT" in running.log
         eventually(lambda: running.heard, "SIGTERM")
         assert set(running.heard) == {"SIGTERM"}
@@ -555,10 +567,11 @@ def test_once_command_has_ended_nothing_is_sent_to_its_number(root: Root, tmp_pa
     assert "kill(" not in trace.read_text()
 
 
+AS_PID_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 IN_A_TERMINAL = (
     sys.executable,
     "-c",
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])",
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])",
 )
 
 
@@ -570,7 +583,7 @@ def test_ctrl_c_reaches_command_once(root: Root, tmp_path: Path) -> None:
         os.close(slave)
         running.ready()
         os.write(master, b"\x03")
-        running.says("SIGINT: the terminal sent it to both")
+        running.says("SIGINT: not forwarded, the terminal sends it to both")
         running.send(signal.SIGTERM)
         eventually(lambda: "SIGTERM" in running.heard)
         (tmp_path / "end").touch()
@@ -578,6 +591,42 @@ def test_ctrl_c_reaches_command_once(root: Root, tmp_path: Path) -> None:
         assert running.heard == ["SIGINT", "SIGTERM"]
     os.close(master)
     assert root.steps == [500]
+
+
+def test_ctrl_c_reaches_command_once_where_publishd_is_pid_1(root: Root, tmp_path: Path) -> None:
+    """The terminal tells the process that reaps, too, which does not pass it on; of others' SIGINT it does."""
+    require("root", None if os.geteuid() == 0 else "only root can make a PID namespace")
+    master, slave = pty.openpty()
+    command = python("hear(signal.SIGINT); wait('end'); save(500); sys.exit(3)")
+    with Run(root, tmp_path, command, prefix=(*IN_A_TERMINAL, *AS_PID_1), stdin=slave, stdout=slave) as running:
+        os.close(slave)
+        running.ready()
+        os.write(master, b"\x03")
+        running.says("SIGINT: not forwarded, the terminal sends it to both")
+        time.sleep(0.6)  # after which another SIGINT would end it at once
+        assert running.process.poll() is None
+        (tmp_path / "end").touch()
+        assert running.process.wait(20) == 3
+        assert running.heard == ["SIGINT"]
+    os.close(master)
+    assert root.steps == [500]
+
+
+def test_as_pid_1_a_flood_of_signals_changes_no_status(root: Root, tmp_path: Path) -> None:
+    """Also of one that comes in the moment in which COMMAND and publishd end."""
+    require("root", None if os.geteuid() == 0 else "only root can make a PID namespace")
+    flood = "import os, sys\nwhile True:\n    for number in (1, 10, 12, 15): os.kill(int(sys.argv[1]), number)"
+    for _ in range(5):
+        with Run(root, tmp_path, python("hear(1, 10, 12, 15); wait('end'); os._exit(3)"), prefix=AS_PID_1) as running:
+            running.ready()
+            (first,) = children(running.process.pid)
+            flooding = subprocess.Popen([sys.executable, "-c", flood, str(first)], stderr=subprocess.DEVNULL)
+            (tmp_path / "end").touch()
+            ended = running.ended()
+            flooding.wait(20)
+        assert ended.code == 3, ended
+        (tmp_path / "end").unlink()
+        (tmp_path / "ready").unlink()
 
 
 def test_a_terminal_that_closes_is_one_hangup(root: Root, tmp_path: Path) -> None:
@@ -756,8 +805,7 @@ Path("left").write_text(repr([state for state in states() if "(sleep)" in state]
 Path("ready").touch()
 wait("never")
 """
-    space = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-    with Run(root, tmp_path, python(code), prefix=space) as running:
+    with Run(root, tmp_path, python(code), prefix=AS_PID_1) as running:
         running.ready()
         (first,) = children(running.process.pid)
         os.kill(first, signal.SIGTERM)

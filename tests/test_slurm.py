@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from commands import BIN, JOB_SCRIPT, STAND_IN, Root, eventually
+from commands import BIN, JOB_SCRIPT, PUBLISHD, STAND_IN, Root, eventually
 from faulty_calls import faulty
 from services.slurm import Cluster, JobState, cluster
 
@@ -331,6 +331,19 @@ def test_a_step_that_begins_after_training_is_over_is_ended_all_the_same(executi
     job = execution.submit(SCRIPTS / "sidecar.sh", PATH=f"{execution.folder}:{PATH}", LINGER="1s", DRAIN="2s")
     state = execution.slurm.over(job)
     assert (state.state, state.exit_code) == ("FAILED", "3:0"), execution.log
+
+
+def test_a_step_that_is_told_before_it_has_begun_costs_no_save(execution: Execution) -> None:
+    """It dies of the signal: the script looks once more itself."""
+    hasty = execution.folder / "publishd"
+    hasty.write_text(f'#!/bin/sh\ncase "$*" in *-once*) ;; watch*) kill -TERM $$ ;; esac\nexec {PUBLISHD} "$@"\n')
+    hasty.chmod(0o755)
+    path = f"{execution.folder}:{PATH}"
+    job = execution.submit(SCRIPTS / "sidecar.sh", PATH=path, MAX_STEPS="20", LINGER="1s", DRAIN="2s")
+    state = execution.slurm.over(job)
+    assert (state.state, state.exit_code) == ("COMPLETED", "0:0"), execution.log
+    assert set(execution.published) == execution.whole
+    assert execution.whole
 
 
 def told_together(execution: Execution, linger: str) -> None:

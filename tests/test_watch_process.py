@@ -240,6 +240,14 @@ def test_b50_few_descriptors_from_the_start(root: Root, limit: int) -> None:
         assert watch.process.wait(20) == (0 if root.steps else watch.process.returncode or -1)
 
 
+@pytest.mark.parametrize("limit", [12, 13, 14])
+def test_b50_out_of_descriptors_at_an_import_is_one_line(root: Root, limit: int) -> None:
+    """No traceback, and what to do about it."""
+    ran = root.run("watch", "-framework", "hf", "-once", "-drain", "2s", prefix=shell(f'ulimit -n {limit}; exec "$@"'))
+    assert "Traceback" not in ran.err
+    assert ran.code == 0 or "Too many open files" in ran.err
+
+
 def test_b50_json_too_deep_to_decode_costs_only_that_save(root: Root) -> None:
     """A state file nested 10,000 deep is not complete, whatever that does to the decoder."""
     (root.hf(800) / "trainer_state.json").write_text('{"a":' * 10_000 + "1" + "}" * 10_000)
@@ -358,9 +366,45 @@ def test_b53_a_second_sigint_ends_it_at_once(root: Root, tmp_path: Path) -> None
         watch.watching().send(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             watch.process.wait(0.5)
-        ended = watch.stop(signal.SIGINT, seconds=15)
+        watch.interrupt_again(15)
+        ended = watch.ended()
     assert (ended.code, ended.out) == (1, b"")
     assert "ended early: by SIGINT" in ended.err, ended
+
+
+def test_one_ctrl_c_that_arrives_twice_is_one(root: Root) -> None:
+    """As from `timeout -s INT`, which tells both its child and the group: what is complete is published, exit 0."""
+    root.hf(500)
+    with Watch(root, "hf", "-linger", "1s", interval="1h") as watch:
+        watch.watching()
+        root.hf(501)
+        for _ in range(10):
+            watch.send(signal.SIGINT)
+            time.sleep(0.01)  # lest the kernel makes two of them one
+        watch.ended().succeeded(b"")
+    assert root.steps == [500, 501]
+
+
+def test_a_flood_of_signals_is_borne(root: Root) -> None:
+    """However many come, and however fast, they are as one."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    root.hf(500)
+    with Watch(root, "hf", "-linger", "1500ms") as watch:
+        watch.watching()
+        flood = (
+            "import os, sys\nfor _ in range(60_000):\n    for number in map(int, sys.argv[2:]): os.kill(int(sys.argv[1]), number)"
+        )
+        given = [sys.executable, "-c", flood, str(watch.process.pid), *(str(int(number)) for number in numbers)]
+        floods = [subprocess.Popen(given, stderr=subprocess.DEVNULL) for _ in range(2)]
+        try:
+            ended = watch.ended()
+        finally:
+            for flooding in floods:
+                flooding.kill()
+                flooding.wait()
+    # Python itself may warn that it could not note that many.
+    assert (ended.code, ended.out, root.steps) == (0, b"", [500]), ended
+    assert "RecursionError" not in ended.err
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGHUP, "HUP"), (signal.SIGINT, "INT")])

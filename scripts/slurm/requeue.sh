@@ -21,6 +21,7 @@ RUN='' TOLD=''
 trap 'TOLD=yes; [ -z "$RUN" ] || kill -TERM "$RUN" 2>/dev/null' TERM
 EXECUTION=$(publishd env) || exit 1
 eval "$EXECUTION"
+publishd prune -checkpoint "$CKPT" -keep 3 # here, as none of its executions but the last ends in time to do so
 # shellcheck disable=SC2016 # for the inner shell to expand
 publishd run -checkpoint "$CKPT" -framework hf -keep 3 -- sh -c \
     'exec python train.py --output_dir "$PUBLISHD_OUT" ${PUBLISHD_RESUME:+--resume_from_checkpoint "$PUBLISHD_RESUME"}' &

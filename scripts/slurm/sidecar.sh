@@ -10,7 +10,9 @@
 #   training ends by itself                    the watch's step is told through SLURM: an srun that gets SIGTERM kills its
 #                                              tasks instead. It lingers here, too. (That scancel prints "Invalid job
 #                                              id specified" for the nodes without a watch; the one with it is told.)
+#   exit status                                the trainer's; where that is 0 but a save stayed unpublished, the watch's
 #
+# A watch that was killed (SIGTERM came before it had begun) has not had its last look: -once takes it.
 # What the steps print after bash has died goes nowhere: give each srun an --output of its own if you want it.
 # Where a save takes longer than a -linger that KillWait leaves room for, take srun.sh.
 #SBATCH --job-name=finetune
@@ -37,4 +39,7 @@ while kill -0 "$WATCH" 2>/dev/null; do
     sleep 1 # training was over before the step began
 done
 wait "$WATCH"
+WATCHED=$?
+[ "$WATCHED" -lt 128 ] || { publishd watch -checkpoint "$CKPT" -framework hf -once; WATCHED=$?; }
+[ "$STATUS" -ne 0 ] || STATUS=$WATCHED
 exit "$STATUS"

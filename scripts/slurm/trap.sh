@@ -7,9 +7,11 @@
 #   state of the job                           scancel: CANCELLED. Time limit: COMPLETED if the trainer ends with 0 in time.
 #                                              Requeue and preemption: pending, and it resumes from that save.
 #   SIGKILL, a dead node                       what was complete in the last -interval stands unpublished in exec/
+#   exit status                                the trainer's; where that is 0 but a save stayed unpublished, the watch's
 #
 # The trainer must be in the background: bash runs no trap while it waits for a program in the foreground, and without a trap
-# it dies, upon which SLURM kills all else at once. A wait that a trap interrupts returns early, hence the loops.
+# it dies, upon which SLURM kills all else at once. A wait that a trap interrupts returns early, hence the loops. A watch that was
+# killed (by SIGTERM, too, where training is over before it has begun) has not had its last look: -once takes it.
 #SBATCH --job-name=finetune
 #SBATCH --time=24:00:00
 #SBATCH --requeue
@@ -29,6 +31,8 @@ TRAIN=$!
 [ -z "$TOLD" ] || kill -TERM "$TRAIN"
 while :; do wait "$TRAIN"; STATUS=$?; kill -0 "$TRAIN" 2>/dev/null || break; done
 kill -TERM "$WATCH"
-while :; do wait "$WATCH"; kill -0 "$WATCH" 2>/dev/null || break; done
+while :; do wait "$WATCH"; WATCHED=$?; kill -0 "$WATCH" 2>/dev/null || break; done
+[ "$WATCHED" -lt 128 ] || { publishd watch -checkpoint "$CKPT" -framework hf -once; WATCHED=$?; }
+[ "$STATUS" -ne 0 ] || STATUS=$WATCHED
 [ -n "$TOLD" ] || publishd prune -checkpoint "$CKPT" -keep 3
 exit "$STATUS"

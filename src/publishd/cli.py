@@ -6,6 +6,7 @@ Nothing else reads the environment, prints to stdout, picks the event loop or ex
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import logging
@@ -373,6 +374,8 @@ def _expected(error: BaseException) -> PublishdError | None:
     if isinstance(error, BaseExceptionGroup):
         expected = [_expected(inner) for inner in error.exceptions]
         return expected[0] if all(expected) else None
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # it is out of them at an import
+        return PublishdError("cannot start", "files", error.strerror or "", "see ulimit -n")
     return error if isinstance(error, PublishdError) else None
 
 
@@ -455,11 +458,23 @@ def _isolate() -> dict[str, str]:
     Proxies are named by flags, credentials by -creds, certificates by -ca; what a site sets for other programs is not
     meant for a checkpoint's keys.
     """
-    given = dict(os.environ)
+    given = _as_given(dict(os.environ))
     for name in given:
         if _MISLEADING.fullmatch(name):
             del os.environ[name]
     return given
+
+
+def _as_given(environ: dict[str, str]) -> dict[str, str]:
+    """Without what Python itself has set: where there is no locale it makes LC_CTYPE one (PEP 538)."""
+    name = "LC_CTYPE"
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            given = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))
+    except OSError:
+        return environ  # no /proc
+    environ.pop(name, None)
+    return {**environ, name: os.fsdecode(given[name.encode()])} if name.encode() in given else environ
 
 
 _MISLEADING = re.compile(

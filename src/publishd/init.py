@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
 
 from publishd.signals import HEARD
 
-if TYPE_CHECKING:
-    from types import FrameType
-
 _SIGNALLED = 128
+_SI_KERNEL = 0x80
+"""In si_code (sigaction(2)): sent by the kernel, as a terminal's Ctrl-C is, which all of its foreground get."""
 
 
 def work_in_a_child() -> None:
@@ -19,21 +17,26 @@ def work_in_a_child() -> None:
 
     To be called while there is one thread.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    # Blocked from here to the end, and taken one by one: there is no instant at which one could be lost or strike a
+    # process that got the number of the child.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HEARD, signal.SIGCHLD))
     child = os.fork()
     if not child:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        os.kill(child, number)
-
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in HEARD:
-        signal.signal(number, pass_on)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    ended = 0
-    while ended != child:
-        ended, status = os.wait()
-    code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else _SIGNALLED - code)
+    while True:
+        told = signal.sigwaitinfo((*HEARD, signal.SIGCHLD))
+        if told.si_signo == signal.SIGCHLD:
+            _reap(child)
+        elif told.si_code != _SI_KERNEL:
+            os.kill(child, told.si_signo)
+
+
+def _reap(child: int) -> None:
+    """Reap all that have ended, and end with the child's status if it is among them."""
+    while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+        pid, status = ended
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else _SIGNALLED - code)

@@ -100,7 +100,7 @@ async def _around(
     await asyncio.wait((ended, watching), return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():  # what it saved from now on would never be published
         log.critical("watching failed: sending SIGTERM to: %s", options.command[0])
-        os.kill(child.pid, signal.SIGTERM)
+        _send(child, signal.SIGTERM, options.command[0], "SIGTERM: sent")
     status = await ended
     how = f"exit status {status}" if status < _SIGNALLED else f"exit status {status}, as after {_signal_name(status)}"
     log.info("ended: %s: %s", options.command[0], how)
@@ -113,7 +113,9 @@ async def _around(
 
 async def _prune(watcher: Watcher, keep: int, signals: Signals) -> bool:
     if signals.came or not watcher.in_time:
+        log.info("not pruned: %s", "a signal came" if signals.came else "the last scan ran out of time")
         return True
+    log.info("pruning: the %d latest stay", keep)
     pruned = await _unless(signals.stop, watcher.prune(keep))
     if pruned is None:
         log.info("prune: ended early by a signal (the next prune finishes it)")
@@ -179,19 +181,20 @@ async def _forward(child: subprocess.Popen[bytes], watcher: Watcher, options: Ru
         if wanted is None:
             log.info("%s: not forwarded to: %s", number.name, options.command[0])
         elif wanted is number is signal.SIGINT and _terminal_told(child):
-            log.info("%s: the terminal sent it to both: %s", number.name, options.command[0])
+            log.info("%s: not forwarded, the terminal sends it to both: %s", number.name, options.command[0])
         else:
-            _send(child, number, wanted, options)
+            how = f"{number.name}: forwarded" if wanted is number else f"{number.name}: forwarded as {wanted.name}"
+            _send(child, wanted, options.command[0], how)
 
 
-def _send(child: subprocess.Popen[bytes], number: signal.Signals, wanted: signal.Signals, options: RunOptions) -> None:
-    how = "" if wanted is number else f" as {wanted.name}"
+def _send(child: subprocess.Popen[bytes], number: signal.Signals, command: str, how: str) -> None:
+    """Send the child, which has not been reaped, a signal."""
     try:
-        os.kill(child.pid, wanted)
+        os.kill(child.pid, number)
     except PermissionError as error:  # it has become another user's
-        log.warning("%s: cannot be forwarded%s to: %s: %s", number.name, how, options.command[0], error.strerror)
+        log.warning("%s cannot be sent to: %s: %s", number.name, command, error.strerror)
     else:
-        log.info("%s: forwarded%s to: %s", number.name, how, options.command[0])
+        log.info("%s to: %s", how, command)
 
 
 def _terminal_told(child: subprocess.Popen[bytes]) -> bool:

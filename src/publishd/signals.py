@@ -1,4 +1,4 @@
-"""What the process is told by signals: as two events, stop and abandon (a second SIGINT), and one by one.
+"""What the process is told by signals: as two events, stop and abandon (a further SIGINT), and one by one.
 
 Installing comes before every import that takes time, so this module imports next to nothing. The handlers stay for the
 whole life of the process, without the event loop's own, which would fall back to the default action when it closes.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HEARD = (*_STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 """Those that are taken over. SIGUSR1 and SIGUSR2 only so that they kill nobody: schedulers send them to all of a job."""
+SAME_INTERRUPT_SECONDS = 0.5
+"""SIGINTs this close to the first are one: a Ctrl-C, say, that a terminal tells all and a program between (timeout) again."""
 
 
 class Signals:
@@ -31,7 +34,8 @@ class Signals:
         self.parent = os.getppid()
         self.last: signal.Signals | None = None
         """The last one that means stop."""
-        self._interrupts = 0
+        self._interrupted_at = 0.0
+        self._insisted = False
         self._noted: list[signal.Signals] = []
         self._passed_on = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,11 +68,16 @@ class Signals:
         self._tell()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number not in self._noted:
+            if number == signal.SIGINT:
+                self._interrupted_at = time.monotonic()
+            self._noted.append(signal.Signals(number))
+        elif number != signal.SIGINT or self._insisted or time.monotonic() < self._interrupted_at + SAME_INTERRUPT_SECONDS:
+            return  # at once: in a flood each interrupts this for the one before
+        else:
+            self._insisted = True
         if number in _STOPPING:
             self.last = signal.Signals(number)
-        if number not in self._noted:
-            self._noted.append(signal.Signals(number))
-        self._interrupts += number == signal.SIGINT
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._tell)
 
@@ -78,5 +87,5 @@ class Signals:
             self._passed_on += 1
         if self.last is not None:
             self.stop.set()
-        if self._interrupts > 1:
+        if self._insisted:
             self.abandon.set()

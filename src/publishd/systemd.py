@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MICROSECONDS = re.compile("[0-9]{1,18}")
 _TELL_INTERVAL = 10.0
 _BEATS = 4
 """How often the watchdog is fed in its time."""
@@ -37,8 +39,9 @@ class ServiceManager:
         self._deaf = False
         watchdog = environ.get("WATCHDOG_USEC", "")
         is_ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        self._watched = is_ours and watchdog.isascii() and watchdog.isdigit() and int(watchdog) > 0
-        time = int(watchdog) / 1e6 if self._watched else 0.0
+        microseconds = int(watchdog) if is_ours and _MICROSECONDS.fullmatch(watchdog) else 0
+        self._watched = microseconds > 0
+        time = microseconds / 1e6
         self._interval = min(_TELL_INTERVAL, time / _BEATS) if self._watched else _TELL_INTERVAL
         self._scan_limit = time / _SCAN_SHARE
 
