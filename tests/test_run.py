@@ -756,6 +756,35 @@ def test_what_stands_behind_the_dashes_is_command_s(root: Root) -> None:
 # A store that hangs
 
 
+def test_a_store_that_hangs_in_the_prune_holds_it_no_longer_than_the_drain(root: Root, tmp_path: Path) -> None:
+    """The saves are published, so COMMAND's status stands; what is left is the next prune's."""
+    for step in range(1, 6):
+        root.publish(root.hf(step), step)
+    hangs = faulty(tmp_path, "readdir", "/checkpoint-1", FOREVER)
+    with Run(root, tmp_path, ("true",), "-keep", "1", "-drain", "2s", env=hangs) as running:
+        running.says("pruning: the 1 latest stay")
+        began = time.monotonic()
+        ended = running.ended(20)
+        assert time.monotonic() - began < 3.5
+    assert ended.code == 0
+    assert "prune: ended early after 2 s without an answer (the next prune finishes it)" in ended.err
+    root.run("prune", "-keep", "1").succeeded()
+    assert (root.steps, root.records) == ([5], [])
+
+
+def test_a_slow_prune_is_not_cut_short(root: Root, tmp_path: Path) -> None:
+    """It takes longer than the drain, but goes on."""
+    for step in range(1, 102, 10):
+        root.publish(root.hf(step), step)
+    slow = faulty(tmp_path, "readdir", "1", "wait 60")
+    with Run(root, tmp_path, ("true",), "-keep", "1", "-drain", "1s", env=slow) as running:
+        running.says("pruning: the 1 latest stay")
+        began = time.monotonic()
+        assert running.ended().code == 0
+        assert time.monotonic() - began > 1.5
+    assert (root.steps, root.records) == ([101], [])
+
+
 @pytest.mark.parametrize("keep", [(), ("-keep", "1")])
 def test_a_store_that_hangs_at_the_end_holds_it_no_longer_than_the_drain(
     root: Root, tmp_path: Path, keep: tuple[str, ...]

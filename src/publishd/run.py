@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import inspect
 import logging
 import os
 import shutil
 import signal
 import subprocess
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from publishd.errors import NotPublished, PublishdError
 from publishd.fencing import REMEDY, check_room, conflicts, folder_of
@@ -38,6 +39,7 @@ _FAILED = 1
 _CANNOT_START, _NOT_FOUND = 126, 127
 _SIGNALLED = 128
 _PR_SET_PDEATHSIG = 1
+_LISTENING_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ async def run(store: Store, framework: Framework, watch: WatchOptions, options: 
     126 and 127 where COMMAND can't be started or found. Raises PublishdError, with nothing started, where there is no
     answer to resume from, or this execution may not publish.
     """
-    resume = await _unless(signals.stop, _prepare(store, framework, watch))
+    resume = await _unless(_prepare(store, framework, watch), signals.stop.wait())
     if resume is None or signals.stop.is_set():
         raise PublishdError("not started", options.command[0], "a signal came before")
     variables = {"PUBLISHD_OUT": f"{store.root}/{folder_of(watch.attempt)}", "PUBLISHD_RESUME": resume}
@@ -93,7 +95,8 @@ async def _around(
     signals: Signals,
 ) -> int:
     stop = asyncio.Event()
-    watcher = Watcher(store, framework, watch, stop)
+    answering = _Answering(store)
+    watcher = Watcher(cast("Store", answering), framework, watch, stop)
     forwarding = asyncio.create_task(_forward(child, watcher, options, signals))
     watching = asyncio.create_task(watcher.run())
     ended = asyncio.create_task(_ended(child))
@@ -106,29 +109,60 @@ async def _around(
     log.info("ended: %s: %s", options.command[0], how)
     stop.set()
     drained = await watching
-    pruned = await _prune(watcher, options.keep, signals) if options.keep else True
+    pruned = await _prune(watcher, options.keep, signals, answering, watch.drain) if options.keep else True
     forwarding.cancel()
     return status or (0 if drained and pruned else _FAILED)
 
 
-async def _prune(watcher: Watcher, keep: int, signals: Signals) -> bool:
+async def _prune(watcher: Watcher, keep: int, signals: Signals, answering: _Answering, patience: float) -> bool:
     if signals.came or not watcher.in_time:
         log.info("not pruned: %s", "a signal came" if signals.came else "the last scan ran out of time")
         return True
     log.info("pruning: the %d latest stay", keep)
-    pruned = await _unless(signals.stop, watcher.prune(keep))
+    pruned = await _unless(watcher.prune(keep), signals.stop.wait(), answering.falls_silent(patience))
     if pruned is None:
-        log.info("prune: ended early by a signal (the next prune finishes it)")
+        why = "by a signal" if signals.came else f"after {patience:g} s without an answer"
+        log.info("prune: ended early %s (the next prune finishes it)", why)
     return pruned is not False
 
 
-async def _unless(told: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
-    """The result of the work, or None if `told` comes first."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(told.wait())
-    await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+class _Answering:
+    """A store that counts its answers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._answers = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._store, name)
+        if not inspect.iscoroutinefunction(attribute):
+            return attribute
+
+        async def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return await attribute(*arguments, **options)
+            finally:
+                self._answers += 1
+
+        return call
+
+    async def falls_silent(self, seconds: float) -> None:
+        """Return once there was no answer for so long."""
+        loop = asyncio.get_running_loop()
+        answers, since = self._answers, loop.time()
+        while loop.time() < since + seconds:
+            await asyncio.sleep(min(seconds, _LISTENING_SECONDS))
+            if answers != self._answers:
+                answers, since = self._answers, loop.time()
+
+
+async def _unless(work: Coroutine[None, None, T], *endings: Coroutine[None, None, Any]) -> T | None:
+    """The result of the work, or None if one of the endings comes first."""
+    working, *coming = (asyncio.create_task(task) for task in (work, *endings))
+    await asyncio.wait((working, *coming), return_when=asyncio.FIRST_COMPLETED)
+    for ending in coming:
+        ending.cancel()
     if working.done():
-        return working.result()
+        return cast("T", working.result())
     working.cancel()
     return None
 
