@@ -238,12 +238,22 @@ async def resolve(store: Store) -> Publication | None:
     """
     for last_try in (False, True):  # a prune may have run between the listing of pub/ and the look at the save
         latest = next(reversed(await published(store)), None)
+        if latest is None:
+            await _check_nothing_withdrawn(store)
         flaw = await _flaw(store, latest) if latest else None
         if latest is None or flaw is None:
             return latest
         if last_try:
             raise NotPublished("cannot resume", f"{store.root}/{latest.path}", flaw, "resolve -verify looks for an older one")
     raise AssertionError  # the loop returns or raises
+
+
+async def _check_nothing_withdrawn(store: Store) -> None:
+    """Raise NotPublished where an empty `pub/` is no beginning: prunes withdrew what stood there, and it was the last."""
+    records = (await read(store, PRUNE)).publications
+    if records:
+        cause = f"nothing is published any more, but {PRUNE}/ records {records[-1].path}"
+        raise NotPublished("cannot resume", store.root, cause, "prune publishes it again if it is whole")
 
 
 async def _flaw(store: Store, publication: Publication) -> str | None:
@@ -278,7 +288,9 @@ async def resolve_verified(store: Store, passed_over: Callable[[Publication, str
         if reason is None:
             return publication
         passed_over(publication, reason)
-    if publications:
+    if not publications:
+        await _check_nothing_withdrawn(store)
+    else:
         raise NotPublished("cannot resume", store.root, "no publication's save is there and complete", "publishd list shows them")
     return None
 

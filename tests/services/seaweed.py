@@ -7,6 +7,7 @@ import json
 import secrets
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,13 +137,13 @@ class _Attempt:
                 left.unlink(missing_ok=True)
 
 
-@pytest.fixture(scope="session")
-def seaweed(authority: Authority, loopback_certificate: Certificate) -> Iterator[SeaweedFS]:
-    """One server per test process; a test that needs an empty place asks for a fresh one."""
+@contextmanager
+def started(authority: Authority, certificate: Certificate) -> Iterator[SeaweedFS]:
+    """A server of its own; it is gone at the end."""
     logs = []
     for _ in range(5):
         with tempfile.TemporaryDirectory(prefix="weed-", ignore_cleanup_errors=True) as folder:
-            attempt = _Attempt(Path(folder), loopback_certificate, authority.ca)
+            attempt = _Attempt(Path(folder), certificate, authority.ca)
             try:
                 if attempt.succeeds():
                     yield attempt.service
@@ -151,3 +152,10 @@ def seaweed(authority: Authority, loopback_certificate: Certificate) -> Iterator
             finally:
                 attempt.stop()
     pytest.fail("weed did not start:\n" + "\n".join(logs))
+
+
+@pytest.fixture(scope="session")
+def seaweed(authority: Authority, loopback_certificate: Certificate) -> Iterator[SeaweedFS]:
+    """One server per test process; a test that needs an empty place asks for a fresh one."""
+    with started(authority, loopback_certificate) as server:
+        yield server
