@@ -35,6 +35,8 @@ class Scenario:
     """How many actors may be killed, each between any two steps."""
     interruptions: int = 10**9
     """How often an actor that could go on may have to wait for another."""
+    beginning: tuple[str, ...] = ()
+    """Who does the first steps; from then on everybody may."""
 
 
 @dataclass
@@ -107,6 +109,9 @@ class _Run:
 
     def options(self) -> list[tuple[str, str]]:
         alive = [step for step in self.pending if step.actor not in self.killed]
+        if len(self.order) < len(self.scenario.beginning):
+            first = self.scenario.beginning[len(self.order)]
+            return [("does", f"{step.actor}: {step.what}") for step in alive if step.actor == first]
         kills = sorted({step.actor for step in alive}) if len(self.killed) < self.scenario.kills else []
         if self.interruptions >= self.scenario.interruptions:
             alive = [step for step in alive if step.actor == self.last] or alive
@@ -119,7 +124,8 @@ class _Run:
             self.killed.append(what)
             return
         step = next(step for step in self.pending if f"{step.actor}: {step.what}" == what)
-        self.interruptions += step.actor != self.last and self.last not in self.killed and self._can_go_on(self.last)
+        if len(self.order) > len(self.scenario.beginning):
+            self.interruptions += step.actor != self.last and self.last not in self.killed and self._can_go_on(self.last)
         self.last = step.actor
         self.pending.remove(step)
         step.turn.set_result(None)
@@ -132,7 +138,14 @@ class _Run:
         seen = tuple(tuple(self.seen[name]) for name in self.scenario.actors)
         parked = tuple(sorted(f"{step.actor} {step.what}" for step in self.pending))
         bound = (self.last, self.interruptions) if self.scenario.interruptions < 10**9 else ()
-        return (frozenset(self.store.contents.items()), seen, parked, tuple(self.killed), bound)
+        return (
+            frozenset(self.store.contents.items()),
+            seen,
+            parked,
+            tuple(self.killed),
+            bound,
+            len(self.order) < len(self.scenario.beginning),
+        )
 
     def ending(self) -> Ending:
         return Ending(self.store, self.outcomes, tuple(self.killed), tuple(self.order))

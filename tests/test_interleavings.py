@@ -193,3 +193,28 @@ def test_two_prunes_and_a_publication_at_a_higher_step(kind: dict[str, Any]) -> 
     """What one prune counts as later may be taken back because of the other's record: nothing is lost for good."""
     actors: dict[str, Actor] = {"prune": prunes, "second prune": prunes, "publish": publishes(OLD, 7)}
     go_through(Scenario(two_published(**kind), actors, 0, 3 if soaking() else 2), check)
+
+
+# A prune makes its plan in three steps and moves its victim in the fourth; a publisher creates its entry in its fourth.
+FOUND = {
+    "a stale prune's record is met by the publisher of what another prune counts": (
+        *("prune",) * 3,
+        *("publish",) * 4,
+        *("second prune",) * 3,
+    ),
+    "what is counted bears a record already": (*("prune",) * 3, *("publish",) * 4, "prune", *("second prune",) * 3),
+    "one prune is about to delete when another finds its record": (
+        *("prune",) * 3,
+        *("publish",) * 3,
+        *("prune",) * 3,
+        "publish",
+    ),
+}
+
+
+@pytest.mark.parametrize("beginning", FOUND.values(), ids=FOUND)
+def test_orders_that_once_lost_a_save(beginning: tuple[str, ...]) -> None:
+    """What was found by going through far more orders, and all that can follow it within three interruptions."""
+    actors: dict[str, Actor] = {"prune": prunes, "second prune": prunes, "publish": publishes(OLD, 7)}
+    begin = two_published(two_step=False, consistent=False)
+    go_through(Scenario(begin, actors, 0, 4 if soaking() else 3, beginning), partial(check, stands=(Publication(EPOCH, 7, OLD),)))

@@ -151,8 +151,12 @@ class _Pruning:
             protected = Saves(entry.path for entry in entries if entry not in unsure)
             needed = [victim for victim in self._needed if protected.touch(victim.path)]
             await self._delete(victim.key for victim in needed)
+            # The other's publisher may have taken that back since, and another prune have returned this one just before.
+            standing = Saves(entry.path for entry in await published(self._store))
             for victim in needed:
                 self._say_kept(victim)
+                if not standing.touch(victim.path):
+                    await self._return(victim, recorded=False)
 
     def _say_kept(self, victim: Publication) -> None:
         self._note("save kept", f"{self._store.root}/{victim.path}", "a remaining publication needs it")
@@ -242,7 +246,7 @@ class _Pruning:
             else:
                 await self._store.create(publication.key)
         except (NotFound, AlreadyExists):
-            pass  # another prune has finished it, or another publisher made it
+            pass  # another prune has finished it, or somebody else returned it
         except StoreError as error:
             self.result.failed.append(error)
 
