@@ -218,3 +218,17 @@ def test_orders_that_once_lost_a_save(beginning: tuple[str, ...]) -> None:
     actors: dict[str, Actor] = {"prune": prunes, "second prune": prunes, "publish": publishes(OLD, 7)}
     begin = two_published(two_step=False, consistent=False)
     go_through(Scenario(begin, actors, 0, 4 if soaking() else 3, beginning), partial(check, stands=(Publication(EPOCH, 7, OLD),)))
+
+
+def test_what_bears_a_record_by_now_supersedes_nothing() -> None:
+    """It was counted before another prune made the record; where its publisher takes it back the older one is the latest."""
+
+    def check_(ending: Ending) -> None:
+        if isinstance(ending.outcomes["publish"], NotPublished):
+            assert state_of(ending.contents, NEW) == "whole"
+            assert Publication(EPOCH, 2, NEW).key in ending.contents.contents
+        check(ending)
+
+    actors: dict[str, Actor] = {"prune": prunes, "second prune": prunes, "publish": publishes(OLD, 7)}
+    beginning = (*("prune",) * 3, *("publish",) * 4, *("second prune",) * 3, "prune", "publish")
+    go_through(Scenario(two_published(two_step=False, consistent=False), actors, 0, 3, beginning), check_)
