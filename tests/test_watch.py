@@ -430,6 +430,17 @@ async def test_a_prune_that_hangs_does_not_outlast_the_drain() -> None:
     assert scene.steps == [2]
 
 
+async def test_with_keep_a_watch_begins_by_finishing_a_prune_that_was_killed() -> None:
+    """A save that it withdrew is neither to be published nor waited for: it goes, although nothing new is published."""
+    scene = Scene().dcp(1, 2)
+    scene.memory.write(entry(2).key)
+    scene.memory.write(entry(1).record)
+    assert await once(scene, keep=1)
+    assert scene.steps == [2]
+    assert scene.memory.names(FOLDER) == ["step-2"]
+    assert scene.memory.names("prune") == []
+
+
 async def test_without_keep_nothing_is_pruned() -> None:
     """A watch that was given no -keep removes nothing."""
     scene = Scene().dcp(*range(20))

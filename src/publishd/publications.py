@@ -65,6 +65,9 @@ class Saves:
         self._paths = set(paths)
         self._around = {above for path in self._paths for above in _ancestors(path)}
 
+    def __bool__(self) -> bool:
+        return bool(self._paths)
+
     def touch(self, path: str) -> bool:
         """Whether one of the saves is at this path, inside it or around it."""
         return path in self._paths or path in self._around or any(above in self._paths for above in _ancestors(path))

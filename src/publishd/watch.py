@@ -209,6 +209,8 @@ class Watcher:
         for which, cause in conflicts(self._store.root, self._options.attempt, self._options.epoch, published):
             log.warning("WRONG EPOCH? %s: %s (%s)", which, cause, REMEDY)
         self._published_before = self._names(published)
+        if self._options.keep and self._withdrawn:  # a prune was killed, and saves that it withdrew are no longer to be published
+            self._prunes.put_nowait(None)
         self._begun = True
         log.info("watching: %s: %s saves, as epoch %d", self._path(), self._framework.name, self._options.epoch)
 
