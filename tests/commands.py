@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 ATTEMPT = "1.4101.0"
 EPOCH = 1_000_000
@@ -124,6 +125,19 @@ def eventually(condition: Callable[[], Any], what: str = "the condition", second
         assert time.monotonic() < deadline, f"{what} did not come about within {seconds} s"
         time.sleep(0.01)
     return result
+
+
+def whole_lines(log: Path) -> Iterator[str]:
+    """The lines of strace's log, each call that another thread's interrupted put together where it ended."""
+    begun: dict[str, str] = {}
+    for line in log.read_text().splitlines():
+        thread, _, call = line.partition(" ")
+        if call.endswith("<unfinished ...>"):
+            begun[thread] = call.removesuffix("<unfinished ...>")
+        elif resumed := re.match(r" *<\.\.\. \w+ resumed>(.*)", call):
+            yield begun.pop(thread) + resumed[1]
+        else:
+            yield call
 
 
 class Watchable(Protocol):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from commands import ATTEMPT, EPOCH, ORDINARY_USER, Root, environment, require, require_program, run
+from commands import ATTEMPT, EPOCH, ORDINARY_USER, Root, environment, require, require_program, run, whole_lines
 from publishd.errors import (
     AlreadyExists,
     Denied,
@@ -86,19 +86,6 @@ def traced(root: Root, command: str, *arguments: str | Path) -> list[Call]:
     prefix = (strace, "-f", "-y", "-s", "1000", "-o", str(log), "-e", f"trace={','.join(TRACED.split())}")
     run(command, "-checkpoint", root.path, *arguments, prefix=prefix).succeeded()
     return [call for line in whole_lines(log) if (call := parsed(line, root.path))]
-
-
-def whole_lines(log: Path) -> Iterator[str]:
-    """The lines of a trace, each call that another thread's interrupted put together where it ended."""
-    begun: dict[str, str] = {}
-    for line in log.read_text().splitlines():
-        thread, _, call = line.partition(" ")
-        if call.endswith("<unfinished ...>"):
-            begun[thread] = call.removesuffix("<unfinished ...>")
-        elif resumed := re.match(r" *<\.\.\. \w+ resumed>(.*)", call):
-            yield begun.pop(thread) + resumed[1]
-        else:
-            yield call
 
 
 def parsed(line: str, root: Path) -> Call | None:
