@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
 
 
-REAL_SYSTEMS = ("tests/test_slurm.py", "tests/test_systemd.py", "tests/test_nfs.py")
+REAL_SYSTEMS = ("tests/test_slurm.py", "tests/test_systemd.py", "tests/test_nfs.py", "tests/test_juicefs.py")
 """Tests under a system that is started for all of a file, and in which they mostly wait."""
 
 
