@@ -21,6 +21,7 @@ from publishd.errors import (
     NotAFolder,
     NotFound,
     NotPublished,
+    StoreError,
     SyncFailed,
     TooLarge,
     Unavailable,
@@ -210,11 +211,21 @@ class PosixStore:
             root = os.stat(self._path(""))
         with translated("cannot find the save", save):
             parts = [part for part in _from_current_folder(save).split("/") if part not in ("", ".")]
+        unseen = None
         for depth in range(len(parts) - 1, -1, -1):
-            with contextlib.suppress(OSError):
-                ancestor = os.stat("/" + "/".join(parts[:depth]))
-                if (ancestor.st_dev, ancestor.st_ino) == (root.st_dev, root.st_ino):
-                    return "/".join(parts[depth:])
+            above = "/" + "/".join(parts[:depth])
+            try:
+                with translated("cannot find the save", above):
+                    ancestor = os.stat(above)
+            except (NotFound, NotAFolder):
+                continue
+            except StoreError as error:  # it may have been the root
+                unseen = unseen or error
+                continue
+            if (ancestor.st_dev, ancestor.st_ino) == (root.st_dev, root.st_ino):
+                return "/".join(parts[depth:])
+        if unseen:
+            raise unseen
         cause = f"it does not lie below the checkpoint root {self._path('')}"
         raise NotPublished("cannot publish", "/" + "/".join(parts), cause, "a relative SAVE is taken from the current folder")
 
