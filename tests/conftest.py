@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-pytest.register_assert_rewrite("contract", "commands")
+pytest.register_assert_rewrite("contract", "commands", "scenes")
 
 from commands import Root  # noqa: E402 - its asserts are rewritten
 
 pytest_plugins = [
+    "injected",
     "services.certificates",
     "services.moto",
     "services.proxies",

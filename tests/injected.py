@@ -16,13 +16,15 @@ import sys
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, NamedTuple, Self
+
+import pytest
 
 from commands import Ran, environment, require_program
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 SOURCE = Path(__file__).with_name("injected.c")
 SERVER = Path(__file__).with_name("warm.py")
@@ -125,9 +127,10 @@ class Calls:
         return [Kind(kind) for kind in self._control.seen[: self._control.count]]
 
     @property
-    def hit(self) -> tuple[Kind, str]:
+    def hit(self) -> tuple[Kind | None, str]:
         """The first call that went wrong."""
-        assert self.hits
+        if not self.hits:
+            return None, ""
         return Kind(self._control.seen[self._control.at - 1]), os.fsdecode(self._control.hit)
 
 
@@ -217,3 +220,23 @@ class Warm:
             return self.run(*arguments, env=env)
         finally:
             self.calls.disarm()
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where there is one: hundreds of runs need not wait for a disk."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with TemporaryDirectory(prefix="publishd-test-", dir=memory) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Warm]:
+    """Commands forked from a process that has imported publishd."""
+    folder = tmp_path / "warm"
+    folder.mkdir()
+    with Warm(folder) as started:
+        yield started

@@ -21,7 +21,6 @@ from scenes import SCENES, Scene, Stage, Tree, latest, tree
 from soaking import soak
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 STEPS = tuple(Kind) if soak(100) >= 500 else CHANGING
@@ -29,16 +28,8 @@ KILLED = -signal.SIGKILL
 
 
 @pytest.fixture
-def warm(tmp_path: Path) -> Iterator[Warm]:
-    folder = tmp_path / "warm"
-    folder.mkdir()
-    with Warm(folder) as started:
-        yield started
-
-
-@pytest.fixture
-def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
-    return Stage(SCENES[request.param], tmp_path)
+def stage(request: pytest.FixtureRequest, memory_path: Path) -> Stage:
+    return Stage(SCENES[request.param], memory_path)
 
 
 def check_and_finish(warm: Warm, scene: Scene, root: Root, before: Tree, at: int) -> None:

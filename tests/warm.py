@@ -7,6 +7,7 @@ own, with the environment, the arguments and the streams that it is given; the s
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -54,6 +55,8 @@ def _serve() -> None:
 
     # The wait between two tries of a drain, which is not what these tests are about.
     publishd.watch._RETRY_INTERVAL = 0.02
+    gc.collect()
+    gc.freeze()  # what is not looked at after a fork need not be copied
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
