@@ -1,0 +1,1 @@
+"""What publishd costs, as ratios to named peers in the same run: `scripts/bench`."""
