@@ -215,10 +215,10 @@ class _Pruning:
     async def _since(self, entries: Sequence[Publication], count: int) -> Publication | None:
         """The last but `count` of these entries whose save is there: all that is older is superseded by so many."""
         unsure = doubtful(entries, (await read(self._store, PRUNE)).publications)
-        standing = [entry for entry in entries if entry not in unsure]
-        latest = [publication for publication in self._counted if publication in frozenset(standing)]
+        standing = dict.fromkeys(entry for entry in entries if entry not in unsure)
+        latest = [publication for publication in self._counted if publication in standing]
         if len(latest) < count:
-            there = await present_latest(self._store, standing, count)
+            there = await present_latest(self._store, list(standing), count)
             latest = [entry for entry in standing if entry in there]
         return latest[-count] if len(latest) >= count else None
 
