@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -21,9 +22,15 @@ from test_s3_faults import HURRIED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+# The command with patience for some seconds, of the Vault as of the store.
+_HURRIED = f"""
+import publishd.credentials.live, publishd.credentials.vault
+publishd.credentials.live._PATIENCE = 3.0
+publishd.credentials.vault._FETCH_SECONDS = 2.0
+{HURRIED[2]}"""
 SECRET = "geheim-4711-token"
 MEGABYTES = 200
-SECONDS = 60
+SECONDS = 30
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n"
 LISTING = b"<ListBucketResult><Name>bucket</Name><Prefix>p/pub/</Prefix><IsTruncated>false</IsTruncated>%b</ListBucketResult>"
 
@@ -145,7 +152,7 @@ def bounded(tmp_path: Path, *arguments: str, **variables: str) -> Ran:
     out, err = tmp_path / "out", tmp_path / "err"
     most, deadline = 0, time.monotonic() + SECONDS
     with out.open("wb") as stdout, err.open("wb") as stderr:
-        command = [*HURRIED, PUBLISHD, *arguments]
+        command = [sys.executable, "-c", _HURRIED, PUBLISHD, *arguments]
         with subprocess.Popen(command, env=environment(**variables), stdout=stdout, stderr=stderr) as process:
             try:
                 while process.poll() is None:
