@@ -274,6 +274,20 @@ def test_two_clients_watch_the_same_execution(place: Place) -> None:
         assert sum(log.count(f" published: {place.save(step)}:") for log in logs) == 1, logs
 
 
+def test_prune_on_one_client_beside_a_watch_on_the_other(place: Place) -> None:
+    """Nothing unpublished goes, no entry names what is gone, and the latest stay."""
+    place.begin(1_000)
+    watch = place.watch("hf", "100ms")
+    for step in range(1, 9):
+        place.write(step)
+        place.on(place.trainer, "prune", "-keep", "2").ended().succeeded()
+    watch.send().ended().succeeded(b"")
+    place.on(place.trainer, "prune", "-keep", "2").ended().succeeded()
+    assert (place.steps, place.on_disk("prune")) == ([7, 8], [])
+    assert sorted(place.saves) == ["checkpoint-1000", "checkpoint-7", "checkpoint-8"]
+    assert place.on(place.elsewhere, "resolve").ended().succeeded().out.decode() == place.save(8) + "\n"
+
+
 def test_a_server_that_hangs_for_a_while_does_not_end_the_watch(place: Place, running: Lab) -> None:
     """It waits, and afterwards publishes what is finished then."""
     watch = place.watch("hf", "100ms")
