@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EVERYTHING = soak(100) >= 500
+pytestmark = pytest.mark.timeout(3600 if EVERYTHING else 300)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 MANY = (Kind.CLOSE, Kind.READDIR, Kind.DUP, Kind.FDOPENDIR, Kind.FADVISE, Kind.FSTAT, Kind.LSEEK)
 WORSE = ERRORS if EVERYTHING else (errno.EIO, errno.ENOSPC, errno.ENOENT)
@@ -78,8 +79,10 @@ class Case:
         drain = ("-drain", "200ms") if self.scene.command in ("watch", "run") and self.fault.lasting else ()
         ran = self.warm.suffer(self.fault, self.root.path, *self.scene.line(self.root, *drain))
         try:
-            self._check_said(ran)
             now = tree(self.root.path)
+            self._check_said(ran)
+            if not self.fault.lasting:
+                self._check_call(ran, now)
             if self.scene.command == "probe":
                 now = self._without_what_is_named(now, ran)
             self.scene.check(self.before, now, recorded=not self.less)
@@ -101,6 +104,20 @@ class Case:
         # access(2) is asked by Python's os.access, which does not tell why not.
         if ran.code == 1 and not self.lies and self.warm.calls.hit[0] != Kind.ACCESS:
             assert os.strerror(self.fault.effect) in ran.err + ran.out.decode(), "the cause is not named"
+
+    def _check_call(self, ran: Ran, now: Tree) -> None:
+        """What is known of the one call that failed."""
+        if self.scene.command == "probe":  # which tries some things more than once
+            return
+        kind, path = self.warm.calls.hit
+        silent = os.strerror(self.fault.effect) not in ran.err + ran.out.decode()
+        if kind == Kind.FSYNC and self.fault.effect != errno.EINTR:
+            assert not silent, "an fsync failed in silence"
+            if self.scene.command == "publish":
+                assert ran.code == 1
+                assert not any(entry in now for entry in self.scene.adds), "published, although an fsync failed"
+        if kind == Kind.FADVISE or (kind == Kind.CLOSE and "/pub/" not in path):
+            assert ran.code == 0, "failed for a call that does not matter"
 
     def _check_done(self, ran: Ran, now: Tree) -> None:
         where = os.fsencode(self.root.path)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 STEPS = tuple(Kind) if soak(100) >= 500 else CHANGING
 KILLED = -signal.SIGKILL
+pytestmark = pytest.mark.timeout(3600 if len(STEPS) > len(CHANGING) else 300)
 
 
 @pytest.fixture
