@@ -113,15 +113,17 @@ def test_a_duration_is_finite_and_not_negative(text: str) -> None:
 
 @usual
 @given(st.text(st.sampled_from("0123456789-+ e_²٣"), max_size=25) | anything)
+@example("20000000000000000000")
 def test_a_number_is_plain_decimal(text: str) -> None:
-    for kind in (unsigned, count):
+    for kind, least, most in ((unsigned, 0, (1 << 64) - 1), (count, 1, math.inf)):
         try:
             number = kind(text)
         except ValueError:
             continue
         assert text.isascii()
         assert text.isdigit()
-        assert number == int(text) < 1 << 64
+        assert number == int(text)
+        assert least <= number <= most
 
 
 FLAGS = sorted({f"-{flag.name}" for command in COMMANDS.values() for flag in command.flags})
