@@ -229,7 +229,10 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
     if not os.access(memory, os.W_OK):
         yield tmp_path
         return
-    with TemporaryDirectory(prefix="publishd-test-", dir=memory) as folder:
+    for left in memory.glob("publishd-test-*"):  # by tests that were killed
+        if not Path("/proc", left.name.split("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(prefix=f"publishd-test-{os.getpid()}-", dir=memory) as folder:
         yield Path(folder)
 
 
